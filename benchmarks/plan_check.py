@@ -28,7 +28,7 @@ from plan_bench.paced_training import STEP_S
 
 from meshrl.cli.demo.tiny_model import write_tiny_model
 from meshrl.config.loading import load_recipe
-from meshrl.planning.planner import Question, plan
+from meshrl.planning.planner import PlanQuestion, plan
 
 HERE = Path(__file__).resolve().parent
 FEW = 5
@@ -154,7 +154,7 @@ def measured(steps: list[dict[str, float]]) -> dict[str, Any]:
 
 def predicted(recipe: Path, mesh: Mesh, step_s: float) -> dict[str, float]:
     """What the planner says of this division of workers and one trainer."""
-    asked = Question(
+    asked = PlanQuestion(
         gpus=mesh.workers + 1,
         rollout_gpus=mesh.workers,
         tokens_per_s=TOKENS_PER_S,

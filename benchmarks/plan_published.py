@@ -22,7 +22,7 @@ import yaml
 
 from meshrl.config.loading import load_recipe
 from meshrl.config.recipe import Recipe
-from meshrl.planning.planner import Question, plan
+from meshrl.planning.planner import PlanQuestion, plan
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes/gsm8k/recipe.yaml"
@@ -94,7 +94,7 @@ def predicted(run: Published, mean: float, directory: Path) -> float:
     """The speed-up where the mean response has so large a share of the longest."""
 
     def samples(max_staleness: float, gpus: int, rollout_gpus: int | None) -> float:
-        asked = Question(
+        asked = PlanQuestion(
             gpus=gpus,
             rollout_gpus=rollout_gpus,
             params=run.params,

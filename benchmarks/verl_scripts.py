@@ -19,7 +19,7 @@ from pathlib import Path
 from meshrl.contract.errors import ConfigError
 from meshrl.verl import migrate, started
 from meshrl.verl.migrate import Migration
-from meshrl.verl.rules import Status
+from meshrl.verl.rules import KeyStatus
 
 ENVIRONMENT = {"HOME": "/home/user", "LANG": "C.UTF-8"}
 OF_THE_MACHINE = ("no such", "is missing", "not installed", "no module", "GPU")
@@ -44,7 +44,7 @@ def main() -> None:
             counts[_why(str(error))] += 1
             print(f"{file}: {error}")
             continue
-        refused = {found.key: found.note for found in made.of(Status.REFUSED)}
+        refused = {found.key: found.note for found in made.of(KeyStatus.REFUSED)}
         keys.update(f"{key}: {note}" for key, note in refused.items())
         reasons.update(set(refused.values()))
         counts["converted"] += 1

@@ -21,7 +21,7 @@ from meshrl.common.certificates import Certificates
 from meshrl.contract.types import EngineStats, Ledger, TrainerPhase, TrainerStatus, Version
 from meshrl.http.common import problem
 from meshrl.http.view.app import Admission, build_app, viewed_runs
-from meshrl.launcher.supervisor import State
+from meshrl.launcher.supervisor import ServiceState
 from meshrl.launcher.view import MeshStatus, live_view
 from meshrl.rpc.http_server import serving_http
 
@@ -79,7 +79,7 @@ def picture_terminal(path: Path) -> None:
     made = MeshStatus(
         run="demo",
         started=time.monotonic() - 24,
-        states={f"rollout-{n}": State(phase="ready") for n in (0, 1)},
+        states={f"rollout-{n}": ServiceState(phase="ready") for n in (0, 1)},
     )
     for step in range(25):
         reward = 0.95 - 0.75 * math.exp(-step / 6) + 0.03 * math.sin(step * 2.1)

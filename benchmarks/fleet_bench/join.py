@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from meshrl.cli.demo.tiny_model import write_tiny_model
-from meshrl.cli.find_mesh import Member, MeshAddress, read_membership
+from meshrl.cli.find_mesh import FleetMember, MeshAddress, read_membership
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
 from meshrl.launcher.control import ask_up
 
@@ -77,7 +77,7 @@ async def until(met: Callable[[], bool]) -> None:
             await asyncio.sleep(0.1)
 
 
-async def seen(run_dir: Path, met: Callable[[Member], bool]) -> None:
+async def seen(run_dir: Path, met: Callable[[FleetMember], bool]) -> None:
     """Wait until the worker is as wanted."""
     address_book = AddressBook.load(run_dir / ADDRESS_BOOK_NAME)
     address = MeshAddress(trainer=address_book.address("trainer"), run_dir=run_dir)
@@ -89,7 +89,7 @@ async def seen(run_dir: Path, met: Callable[[Member], bool]) -> None:
             await asyncio.sleep(0.1)
 
 
-def has_written(member: Member) -> bool:
+def has_written(member: FleetMember) -> bool:
     """Its first row is in the queue."""
     return member.report is not None and member.report.worker.rows.written > 0
 

@@ -36,7 +36,7 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
 )
-from meshrl.launcher.address_book import Entry, free_port
+from meshrl.launcher.address_book import ServiceAddress, free_port
 from meshrl.launcher.service import is_serving
 from meshrl.rpc import credentials
 from meshrl.rpc.clients.operators import RewardRegistryClient
@@ -110,7 +110,7 @@ async def serving(kind: str, recipe: Path, *options: str) -> AsyncIterator[str]:
         "ERROR",
         *options,
     )
-    entry = Entry(kind=kind, host="127.0.0.1", port=port, metrics_port=0)
+    entry = ServiceAddress(kind=kind, host="127.0.0.1", port=port, metrics_port=0)
     try:
         while not await is_serving(entry):
             if process.returncode is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from meshrl.launcher.address_book import Entry, free_port
+from meshrl.launcher.address_book import ServiceAddress, free_port
 from meshrl.launcher.service import is_serving
 from meshrl.rpc import credentials
 
@@ -45,7 +45,7 @@ class Service:
                 stdout=log,
                 stderr=log,
             )
-        entry = Entry(kind=self.kind, host="127.0.0.1", port=self.port, metrics_port=0)
+        entry = ServiceAddress(kind=self.kind, host="127.0.0.1", port=self.port, metrics_port=0)
         async with asyncio.timeout(120):
             while not await is_serving(entry):
                 assert self.process.returncode is None, self.output

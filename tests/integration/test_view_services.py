@@ -14,7 +14,7 @@ from meshrl.config import load_recipe
 from meshrl.config.loading import save_recipe
 from meshrl.config.recipe import RECIPE_NAME
 from meshrl.contract.errors import MeshError, NotFoundError, UnavailableError
-from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, Entry, run_lock
+from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, ServiceAddress, run_lock
 from meshrl.launcher.up import view_page
 from meshrl.rpc.credentials import ensure_credentials, verifiers_file
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
@@ -43,7 +43,7 @@ async def test_the_flow_of_rows_is_asked_of_the_queue_and_then_of_its_files(tmp_
         await server.ready()
         port = int(server.address.rpartition(":")[2])
         here = {"host": "127.0.0.1", "port": port, "metrics_port": 0}
-        entries = {kind: Entry(kind=kind, **here) for kind in ("queue", "trainer")}
+        entries = {kind: ServiceAddress(kind=kind, **here) for kind in ("queue", "trainer")}
         AddressBook(run="run", recipe=run_dir / RECIPE_NAME, services=entries).save(
             run_dir / ADDRESS_BOOK_NAME
         )

@@ -190,7 +190,7 @@ class MeshAddress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class FleetMember:
     """One rollout worker."""
 
     name: str
@@ -224,7 +224,7 @@ class Membership:
 
     view: FleetView | None
     """None when the trainer does not answer."""
-    members: Mapping[str, Member] = field(default_factory=dict)
+    members: Mapping[str, FleetMember] = field(default_factory=dict)
 
 
 async def read_membership(address: MeshAddress) -> Membership:
@@ -234,14 +234,14 @@ async def read_membership(address: MeshAddress) -> Membership:
         raise UnavailableError(f"the trainer at {address.trainer} does not answer")
     members = {replica.name: from_coordinator(replica) for replica in view.replicas} if view else {}
     for name, process in phases.items():
-        known = members.get(name, Member(name=name, state=str(process["phase"])))
+        known = members.get(name, FleetMember(name=name, state=str(process["phase"])))
         members[name] = with_supervisor_state(known, process)
     return Membership(view=view, members=dict(sorted(members.items())))
 
 
-def from_coordinator(replica: ReplicaView) -> Member:
+def from_coordinator(replica: ReplicaView) -> FleetMember:
     """A worker as the trainer describes it."""
-    return Member(
+    return FleetMember(
         name=replica.name,
         state=replica.state.name,
         replica=replica,
@@ -249,7 +249,7 @@ def from_coordinator(replica: ReplicaView) -> Member:
     )
 
 
-def with_supervisor_state(member: Member, process: Mapping[str, object]) -> Member:
+def with_supervisor_state(member: FleetMember, process: Mapping[str, object]) -> FleetMember:
     """Add the state of the process. One that has ended is OUT, whatever the trainer saw last."""
     phase = str(process["phase"])
     gone = phase in ("drained", "failed")

@@ -92,7 +92,7 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class Root(click.Group):
+class LazyCommands(click.Group):
     """Lists commands without importing them."""
 
     def list_commands(self, context: click.Context) -> list[str]:
@@ -116,7 +116,7 @@ class Root(click.Group):
 
 
 @click.group(
-    cls=Root,
+    cls=LazyCommands,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="A recipe's keys are overridden as a.b=c, e.g.: meshrl up my.yaml rollout.n=16",
 )

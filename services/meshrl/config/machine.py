@@ -48,7 +48,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class HostGpus:
     """One machine."""
 
     name: str
@@ -57,7 +57,7 @@ class Host:
     """The ids count by place on the bus; False: they are those of the user's CUDA_VISIBLE_DEVICES."""
 
 
-class _Memory(ctypes.Structure):
+class _DeviceMemory(ctypes.Structure):
     _fields_ = (
         ("total", ctypes.c_ulonglong),
         ("free", ctypes.c_ulonglong),
@@ -105,7 +105,7 @@ def _present(library: Any | None) -> list[tuple[Gpu, str]]:
 
 
 def _asked(library: Any, index: int) -> tuple[Gpu, str]:
-    device, memory = ctypes.c_void_p(), _Memory()
+    device, memory = ctypes.c_void_p(), _DeviceMemory()
     name, uuid = (ctypes.create_string_buffer(NAME_BYTES) for _ in range(2))
     if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0:
         library.nvmlDeviceGetName(device, name, NAME_BYTES)

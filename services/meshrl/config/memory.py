@@ -26,7 +26,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
+class ModelShape:
     """A dense or sparse decoder, as config.json says it."""
 
     hidden: int
@@ -41,7 +41,7 @@ class Architecture:
     expert_intermediate: int = 0
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Architecture | None:
+    def of(cls, config: Mapping[str, Any]) -> ModelShape | None:
         """None where config.json names its sizes in other words. What reads pictures is left out."""
         config = {**config, **(config.get("text_config") or {})}
         try:
@@ -105,7 +105,7 @@ class Need:
         return self.weights + self.state + self.work + OVERHEAD
 
 
-def trainer_need(recipe: Recipe, model: Architecture, gpus: int, memory: int) -> Need:
+def trainer_need(recipe: Recipe, model: ModelShape, gpus: int, memory: int) -> Need:
     """On each of the trainer's GPUs, of which each has `memory` bytes; 0: unknown."""
     config, actor = recipe.model, recipe.actor
     element = BYTES[config.param_dtype]
@@ -129,7 +129,7 @@ def trainer_need(recipe: Recipe, model: Architecture, gpus: int, memory: int) ->
     )
 
 
-def reference_need(recipe: Recipe, model: Architecture, memory: int) -> Need:
+def reference_need(recipe: Recipe, model: ModelShape, memory: int) -> Need:
     """On each of the reference's GPUs, of which each has `memory` bytes; 0: unknown."""
     element = BYTES[recipe.model.param_dtype]
     tokens, ranks = recipe.reference.max_tokens_per_batch, recipe.reference.nproc
@@ -140,7 +140,7 @@ def reference_need(recipe: Recipe, model: Architecture, memory: int) -> Need:
     )
 
 
-def engine_need(recipe: Recipe, model: Architecture, gpus: int) -> Need:
+def engine_need(recipe: Recipe, model: ModelShape, gpus: int) -> Need:
     """On each GPU of a rollout worker."""
     longest = recipe.data.max_prompt_length + recipe.data.max_response_length
     rows = min(CACHED_ROWS, recipe.rollout.slots)

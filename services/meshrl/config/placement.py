@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from meshrl.common.device_share import DeviceShare
 from meshrl.config import memory
-from meshrl.config.machine import GIB, NO_GPU, Gpu, Host, ThisMachine
-from meshrl.config.memory import Architecture, Need
+from meshrl.config.machine import GIB, NO_GPU, Gpu, HostGpus, ThisMachine
+from meshrl.config.memory import ModelShape, Need
 from meshrl.config.recipe import Recipe, names, needs_reference
 from meshrl.contract.errors import CapacityError, ConfigError
 
@@ -37,11 +37,11 @@ ENGINES = ("torch", "vllm", "sglang")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ServicePlace:
     """Where one service runs."""
 
     service: str
-    host: Host
+    host: HostGpus
     gpus: tuple[Gpu, ...]
     need: Need | None
     """On each of them, where it can be estimated."""
@@ -54,8 +54,8 @@ class Placement:
 
     recipe: Recipe
     """With the ranks and the workers that were decided."""
-    places: Mapping[str, Place] = field(default_factory=dict)
-    hosts: tuple[Host, ...] = ()
+    places: Mapping[str, ServicePlace] = field(default_factory=dict)
+    hosts: tuple[HostGpus, ...] = ()
     worker_gpus: int = 0
     no_gpu: str = NO_GPU
     """What the machine has where there are no hosts with GPUs."""
@@ -215,7 +215,7 @@ class Placement:
             yield "  ".join(cells).rstrip()
 
 
-def hosts_of(recipe: Recipe, machine: ThisMachine) -> tuple[Host, ...]:
+def hosts_of(recipe: Recipe, machine: ThisMachine) -> tuple[HostGpus, ...]:
     """The hosts that the recipe names, else the machine, and as many like it as the trainer has machines.
 
     Those without GPUs are left out.
@@ -224,7 +224,7 @@ def hosts_of(recipe: Recipe, machine: ThisMachine) -> tuple[Host, ...]:
     if recipe.placement.machines:
         like = here[0] if here else Gpu(id="0")
         named = (
-            Host(
+            HostGpus(
                 name=name,
                 gpus=tuple(Gpu(id=str(i), name=like.name, memory=like.memory) for i in range(n)),
             )
@@ -235,7 +235,7 @@ def hosts_of(recipe: Recipe, machine: ThisMachine) -> tuple[Host, ...]:
         return ()
     name = socket.gethostname()
     more = (f"{name} + {node}" for node in range(1, recipe.trainer.nnodes))
-    return tuple(Host(name=n, gpus=here, bus_order=machine.bus_order) for n in (name, *more))
+    return tuple(HostGpus(name=n, gpus=here, bus_order=machine.bus_order) for n in (name, *more))
 
 
 def place(recipe: Recipe, machine: ThisMachine) -> Placement:
@@ -249,7 +249,7 @@ def place(recipe: Recipe, machine: ThisMachine) -> Placement:
         return Placement(recipe=recipe, no_gpu=machine.no_gpu)
     config = machine.json(recipe.model.path / "config.json")
     reference_config = machine.json(recipe.reference_model.path / "config.json")
-    models = (Architecture.of(config), Architecture.of(reference_config))
+    models = (ModelShape.of(config), ModelShape.of(reference_config))
     return _Division(recipe, hosts, *models).placement()
 
 
@@ -259,9 +259,9 @@ class _Division:
     def __init__(
         self,
         recipe: Recipe,
-        hosts: Sequence[Host],
-        model: Architecture | None,
-        reference_model: Architecture | None,
+        hosts: Sequence[HostGpus],
+        model: ModelShape | None,
+        reference_model: ModelShape | None,
     ) -> None:
         self.recipe = recipe
         self.hosts = tuple(hosts)
@@ -288,7 +288,7 @@ class _Division:
         blocks = list(self._blocks(per_worker, 0 if colocate else ranks, beside))
         workers = self._workers(per_worker, blocks, ranks, colocate)
         decided = _decided(self.recipe, ranks if self.on_cuda else 0, workers)
-        chosen: dict[str, tuple[Host, tuple[Gpu, ...]]] = {}
+        chosen: dict[str, tuple[HostGpus, tuple[Gpu, ...]]] = {}
         first = self.hosts[0]
         if ranks or not self.on_cuda or self.asked.trainer == 0:
             chosen["trainer"] = (first, first.gpus[:ranks])
@@ -411,7 +411,7 @@ class _Division:
 
     def _blocks(
         self, per_worker: int, taken: int, beside: int
-    ) -> Iterator[tuple[Host, tuple[Gpu, ...]]]:
+    ) -> Iterator[tuple[HostGpus, tuple[Gpu, ...]]]:
         """Places for rollout workers: not on `taken` GPUs of the trainer's hosts, and `beside` more of the first."""
         if not per_worker:
             return
@@ -424,7 +424,7 @@ class _Division:
     def _workers(
         self,
         per_worker: int,
-        blocks: Sequence[tuple[Host, tuple[Gpu, ...]]],
+        blocks: Sequence[tuple[HostGpus, tuple[Gpu, ...]]],
         ranks: int,
         colocate: bool,
     ) -> int:
@@ -444,13 +444,13 @@ class _Division:
     def _shared(
         self,
         recipe: Recipe,
-        chosen: Mapping[str, tuple[Host, tuple[Gpu, ...]]],
+        chosen: Mapping[str, tuple[HostGpus, tuple[Gpu, ...]]],
         ranks: int,
         per_worker: int,
-    ) -> dict[str, Place]:
+    ) -> dict[str, ServicePlace]:
         """Memory and ports of every chosen place."""
         needs = {name: self._need(recipe, name, ranks, per_worker) for name in chosen}
-        places: dict[str, Place] = {}
+        places: dict[str, ServicePlace] = {}
         order = {name: int(name == "reference" and "trainer" in chosen) for name in chosen}
         for name, (host, gpus) in chosen.items():
             beside = [
@@ -459,7 +459,7 @@ class _Division:
                 if other != name and there is host and set(gpus) & set(theirs)
             ]
             number = FIRST_WORKER + _number(name) if name.startswith("rollout-") else order[name]
-            places[name] = Place(
+            places[name] = ServicePlace(
                 service=name,
                 host=host,
                 gpus=gpus,

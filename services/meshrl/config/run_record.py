@@ -43,7 +43,7 @@ LONGEST_VALUE = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class RunStart:
     """The recipe and files of one start of a run."""
 
     recipe: Recipe
@@ -59,10 +59,10 @@ class State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
+class RecordedRun:
     """The starts of a run."""
 
-    states: tuple[State, ...]
+    states: tuple[RunStart, ...]
     """The beginning, then every start whose changes were accepted."""
     fed: bool = False
     """The queue may hold prompts of it."""
@@ -70,7 +70,7 @@ class RunRecord:
     """Changes were accepted at some time: the feeder may find other data than it fed."""
 
     @classmethod
-    def load(cls, directory: Path) -> RunRecord | None:
+    def load(cls, directory: Path) -> RecordedRun | None:
         """The record of the run in `directory`; None of one that has not begun.
 
         Raises:
@@ -99,7 +99,7 @@ class RunRecord:
         return found
 
     @classmethod
-    def _of_earlier_version(cls, directory: Path) -> RunRecord | None:
+    def _of_earlier_version(cls, directory: Path) -> RecordedRun | None:
         path = directory / RECIPE_NAME
         if not path.exists():
             return None
@@ -144,13 +144,13 @@ def begin(
     directory = recipe.run.path.absolute()
     _refuse_stored_pictures(directory, recipe.run.name)
     if not writes:
-        record = RunRecord.load(directory)
+        record = RecordedRun.load(directory)
         if record is None:
             return []
         return _judged(record, recipe, directory, accept_changes, sections)[1]
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory):
-        record = RunRecord.load(directory)
+        record = RecordedRun.load(directory)
         record, lines = _judged(record, recipe, directory, accept_changes, sections)
         record.save(directory)
     return lines
@@ -184,7 +184,7 @@ def mark_fed(directory: Path) -> None:
         if not (directory / RECORD_NAME).exists():
             return
         with _locked(directory):
-            record = RunRecord.load(directory)
+            record = RecordedRun.load(directory)
             if record is not None and not record.fed:
                 replace(record, fed=True).save(directory)
 
@@ -192,7 +192,7 @@ def mark_fed(directory: Path) -> None:
 def changes_accepted(directory: Path) -> bool:
     """Whether somebody accepted at any time that the run in `directory` is bent."""
     with suppress(OSError):
-        record = RunRecord.load(directory) if (directory / RECORD_NAME).exists() else None
+        record = RecordedRun.load(directory) if (directory / RECORD_NAME).exists() else None
         return record is not None and record.changed
     return False
 
@@ -202,10 +202,10 @@ def state_of(
     directory: Path,
     known: Content | None = None,
     sections: Collection[str] | None = None,
-) -> State:
+) -> RunStart:
     """The state of a start of `recipe` now. A file that is as in `known` is not read again."""
     whole = anchored(recipe)
-    return State(
+    return RunStart(
         recipe=whole,
         content=content_of(whole, known or {}, sections),
         step=_steps_done(directory, whole),
@@ -220,24 +220,26 @@ def state_of(
 
 
 def _judged(
-    record: RunRecord | None,
+    record: RecordedRun | None,
     recipe: Recipe,
     directory: Path,
     accept: bool,
     sections: Collection[str] | None,
-) -> tuple[RunRecord, list[str]]:
+) -> tuple[RecordedRun, list[str]]:
     known = record.states[-1].content if record is not None else None
     return judge(record, state_of(recipe, directory, known, sections), accept=accept)
 
 
-def judge(record: RunRecord | None, now: State, *, accept: bool) -> tuple[RunRecord, list[str]]:
+def judge(
+    record: RecordedRun | None, now: RunStart, *, accept: bool
+) -> tuple[RecordedRun, list[str]]:
     """The record once `now` is started, and a line for each change that is told. Writes nothing.
 
     Raises:
         UserError: as `begin`.
     """
     if record is None:
-        return RunRecord(states=(now,), changed=accept), []
+        return RecordedRun(states=(now,), changed=accept), []
     run, last = record.states[0].recipe.run.name, record.states[-1]
     held = list(_held(last, now))
     bent = _bent(record, last, now)
@@ -266,7 +268,7 @@ def judge(record: RunRecord | None, now: State, *, accept: bool) -> tuple[RunRec
     return replace(record, states=states, changed=changed), told
 
 
-def _refusal(run: str, now: State, held: Sequence[str], bent: Sequence[str]) -> Iterator[str]:
+def _refusal(run: str, now: RunStart, held: Sequence[str], bent: Sequence[str]) -> Iterator[str]:
     directory = now.recipe.run.path
     for line in held:
         yield f"{line}: keep it, choose another run.name, or remove {directory} to begin anew"
@@ -275,7 +277,7 @@ def _refusal(run: str, now: State, held: Sequence[str], bent: Sequence[str]) -> 
         yield f"{line}: run {run} would be another one; choose another run.name,{removed} or give --accept-changes"
 
 
-def _held(last: State, now: State) -> Iterator[str]:
+def _held(last: RunStart, now: RunStart) -> Iterator[str]:
     """Changes of values that the queue or the checkpoints hold, a line each."""
     trained = now.step > 0
     for change in changes(last.recipe, now.recipe):
@@ -297,7 +299,7 @@ def _held(last: State, now: State) -> Iterator[str]:
         yield f"{key}, and the run has checkpoints in {there}, whose rows have left its queue"
 
 
-def _held_models(last: State, now: State) -> Iterator[str]:
+def _held_models(last: RunStart, now: RunStart) -> Iterator[str]:
     """Models whose tensors have other shapes than those of the checkpoints, and another base of their adapter."""
     for key, shapes in now.shapes.items():
         if last.shapes.get(key, shapes) != shapes:
@@ -328,7 +330,7 @@ def _has_queue(recipe: Recipe) -> bool:
     return recipe.queue.store != "memory"
 
 
-def _bent(record: RunRecord, last: State, now: State) -> list[str]:
+def _bent(record: RecordedRun, last: RunStart, now: RunStart) -> list[str]:
     """Changes that make the rest of the run another one than its beginning, a line each."""
     found = {
         change.key: _both(change)
@@ -343,7 +345,7 @@ def _bent(record: RunRecord, last: State, now: State) -> list[str]:
     return list(found.values())
 
 
-def _without_untrained(record: RunRecord, now: State) -> tuple[State, ...]:
+def _without_untrained(record: RecordedRun, now: RunStart) -> tuple[RunStart, ...]:
     """The states up to the newest that `now` goes on with, where nothing was trained since; none if there is none."""
     for count in range(len(record.states) - 1, 0, -1):
         if record.states[count].step < now.step:
@@ -353,7 +355,7 @@ def _without_untrained(record: RunRecord, now: State) -> tuple[State, ...]:
     return ()
 
 
-def _told(began: State, now: State) -> list[str]:
+def _told(began: RunStart, now: RunStart) -> list[str]:
     found = {change.key: _both(change) for change in changes(began.recipe, now.recipe)}
     for key, line in _other_content(began, now):
         found.setdefault(key, line)
@@ -370,7 +372,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
 
 
-def _is_elsewhere(key: str, before: State, now: State) -> bool:
+def _is_elsewhere(key: str, before: RunStart, now: RunStart) -> bool:
     """Whether a key names the same files at another place."""
     had, has = before.content.get(key), now.content.get(key)
     return key.rpartition(".")[2] in SAME_FILES and bool(had) and _digests(had) == _digests(has)
@@ -380,7 +382,7 @@ def _digests(marks: Sequence[Mark] | None) -> list[str]:
     return [mark.digest for mark in marks or ()]
 
 
-def _other_content(before: State, now: State) -> Iterator[tuple[str, str]]:
+def _other_content(before: RunStart, now: RunStart) -> Iterator[tuple[str, str]]:
     """Keys whose files have another content, and a line of each."""
     for key, has in now.content.items():
         had = before.content.get(key)
@@ -392,14 +394,14 @@ def _other_content(before: State, now: State) -> Iterator[tuple[str, str]]:
         yield key, f"{key}: {other[0].path}{more} is not as it was when the run began"
 
 
-def _other_weights(before: State, now: State) -> str:
+def _other_weights(before: RunStart, now: RunStart) -> str:
     """The first file of weights that is not as it was; empty if none is."""
     had = {mark.digest for mark in before.content.get("model.path", ())}
     weights = (m for m in now.content.get("model.path", ()) if m.name.endswith(".safetensors"))
     return next((mark.name for mark in weights if had and mark.digest not in had), "")
 
 
-def _other_architecture(before: State, now: State) -> str:
+def _other_architecture(before: RunStart, now: RunStart) -> str:
     had, has = before.architecture, now.architecture
     numbers = [
         f"{key} {has[key]}, not {had[key]}"
@@ -428,7 +430,7 @@ def _steps_done(directory: Path, recipe: Recipe) -> int:
     return saved
 
 
-def _encoded(state: State) -> dict[str, Any]:
+def _encoded(state: RunStart) -> dict[str, Any]:
     return {
         "at": state.at,
         "step": state.step,
@@ -442,11 +444,11 @@ def _encoded(state: State) -> dict[str, Any]:
     }
 
 
-def _decoded(stored: Mapping[str, Any], directory: Path) -> State:
+def _decoded(stored: Mapping[str, Any], directory: Path) -> RunStart:
     content = {
         key: tuple(Mark(*each) for each in marks) for key, marks in stored["content"].items()
     }
-    return State(
+    return RunStart(
         recipe=recorded(stored["recipe"], directory),
         content=content,
         step=int(stored["step"]),

@@ -82,7 +82,7 @@ class Cluster:
     """Let the Prometheus operator scrape every service, with the run's credential of the role `reader`."""
 
 
-class _Dumper(yaml.SafeDumper):
+class _ManifestDumper(yaml.SafeDumper):
     """Without aliases, and with texts of several lines as they are."""
 
     def ignore_aliases(self, data: object) -> bool:
@@ -90,7 +90,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_Dumper.add_representer(
+_ManifestDumper.add_representer(
     str,
     lambda dumper, text: dumper.represent_scalar(
         "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
@@ -100,7 +100,7 @@ _Dumper.add_representer(
 
 def as_yaml(objects: Sequence[Manifest]) -> str:
     """The text that `kubectl apply -f -` reads."""
-    text: str = yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120)
+    text: str = yaml.dump_all(objects, Dumper=_ManifestDumper, sort_keys=False, width=120)
     return text
 
 
@@ -123,7 +123,7 @@ def manifests(
     Raises:
         UserError: services would share a GPU, which pods cannot; a certificate is wanted that the recipe lacks.
     """
-    return list(_Mesh(recipe, placement, files, cluster).objects())
+    return list(_MeshManifests(recipe, placement, files, cluster).objects())
 
 
 def secrets(recipe: Recipe, run_dir: Path) -> list[Manifest]:
@@ -159,7 +159,7 @@ def _labels(run: str, component: str = "") -> dict[str, str]:
     return labels | ({"app.kubernetes.io/component": component} if component else {})
 
 
-class _Mesh:
+class _MeshManifests:
     """The objects of one run."""
 
     def __init__(

@@ -21,7 +21,7 @@ LOCK_NAME = "up.lock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ServiceAddress:
     """Where one service listens."""
 
     kind: str
@@ -43,11 +43,11 @@ class AddressBook:
     run: str
     recipe: Path
     """The recipe with all its defaults and overrides: what the services read."""
-    services: Mapping[str, Entry]
+    services: Mapping[str, ServiceAddress]
     trusted_network: bool = False
     """`up` was told that calls between the machines need not be encrypted: commands about this directory are, too."""
 
-    def of_kind(self, kind: str) -> Mapping[str, Entry]:
+    def of_kind(self, kind: str) -> Mapping[str, ServiceAddress]:
         """The entries of one kind by name."""
         return {name: entry for name, entry in self.services.items() if entry.kind == kind}
 
@@ -64,7 +64,7 @@ class AddressBook:
         """
         return {name: entry.address for name, entry in self.services.items() if name == entry.kind}
 
-    def with_entry(self, name: str, entry: Entry) -> AddressBook:
+    def with_entry(self, name: str, entry: ServiceAddress) -> AddressBook:
         """A copy with this entry for `name`."""
         return replace(self, services={**self.services, name: entry})
 
@@ -88,7 +88,7 @@ class AddressBook:
         """Read an address book. Raises NotFoundError without a file, UserError for another kind of file."""
         try:
             fields = json.loads(path.read_text())
-            entries = {name: Entry(**entry) for name, entry in fields["services"].items()}
+            entries = {name: ServiceAddress(**entry) for name, entry in fields["services"].items()}
             recipe = Path(fields["recipe"])
             # Beside the book, wherever a copy of both lies now; 0.1 wrote the path from where `up` was called.
             beside = path.parent / recipe.name

@@ -59,7 +59,7 @@ class CheckpointEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class JudgedAnswer:
     """One answer and its score."""
 
     uid: str
@@ -95,7 +95,7 @@ class SourceReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class EvaluationReport:
     """What an evaluation found. Rows without a score, through no fault of the policy, count in no mean."""
 
     tasks: int
@@ -121,7 +121,7 @@ class Report:
     majority_at: Mapping[int, Estimate] = field(default_factory=dict)
     """How often the commonest of k final answers is right."""
     sources: Mapping[str, SourceReport] = field(default_factory=dict)
-    answers: tuple[Answer, ...] = field(default=(), repr=False)
+    answers: tuple[JudgedAnswer, ...] = field(default=(), repr=False)
     """All of them, by task and index."""
 
 
@@ -132,7 +132,7 @@ async def evaluate(
     *,
     right: float = 1.0,
     answered: Callable[[int], None] = lambda rows: None,
-) -> Report:
+) -> EvaluationReport:
     """Answer and score `tasks` with the weights in `model`.
 
     Args:
@@ -211,7 +211,7 @@ class _Answering:
 
 async def _report(
     judge: Judge, tasks: Sequence[Task], rollouts: Sequence[Rollout], right: float
-) -> Report:
+) -> EvaluationReport:
     lengths = [len(r.trajectory.tokens) - r.trajectory.prompt_length for r in rollouts]
     samples = [
         Sample(
@@ -235,7 +235,7 @@ async def _report(
     names = sorted({answer.data_source for answer in answers})
     sources = {name: _source([a for a in answers if a.data_source == name]) for name in names}
     whole = _source(answers)
-    return Report(
+    return EvaluationReport(
         tasks=whole.tasks,
         rows=whole.rows,
         score=whole.score.mean if whole.score else None,
@@ -253,9 +253,11 @@ async def _report(
     )
 
 
-def _answer(sample: Sample, score: Score, rollout: Rollout, length: int, right: float) -> Answer:
+def _answer(
+    sample: Sample, score: Score, rollout: Rollout, length: int, right: float
+) -> JudgedAnswer:
     scored = score.outcome.trainable
-    return Answer(
+    return JudgedAnswer(
         uid=str(sample.uid),
         task=sample.uid.task,
         index=sample.uid.index,
@@ -273,7 +275,7 @@ def _answer(sample: Sample, score: Score, rollout: Rollout, length: int, right: 
     )
 
 
-def _source(answers: Sequence[Answer]) -> SourceReport:
+def _source(answers: Sequence[JudgedAnswer]) -> SourceReport:
     """The figures of some tasks."""
     tasks: dict[str, list[ScoredAnswer]] = {answer.task: [] for answer in answers}
     for a in answers:

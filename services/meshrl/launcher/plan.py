@@ -16,11 +16,11 @@ from meshrl.config.recipe import Recipe
 from meshrl.config.stages import MeshService, mesh_services, service_kind
 from meshrl.contract.errors import UserError
 from meshrl.deploy.machines import PROGRAM, Machines
-from meshrl.launcher.address_book import AddressBook, Entry, free_port
+from meshrl.launcher.address_book import AddressBook, ServiceAddress, free_port
 from meshrl.launcher.service import Probe, Service
 from meshrl.rpc import credentials
 
-ProbeOf: TypeAlias = Callable[[Callable[[], Entry]], Probe]
+ProbeOf: TypeAlias = Callable[[Callable[[], ServiceAddress]], Probe]
 LOOPBACK = "127.0.0.1"
 
 
@@ -171,11 +171,11 @@ class LaunchPlan:
             name, self._entry(name, self._services[name].kind)
         )
 
-    def _entry(self, name: str, kind: str) -> Entry:
+    def _entry(self, name: str, kind: str) -> ServiceAddress:
         port = self._fixed.get(name) or self._free()
         alone = self._machines is None or len(self._machines.names) == 1
         host = LOOPBACK if alone else self._machine_of(name, kind)
-        return Entry(kind=kind, host=host, port=port, metrics_port=self._free())
+        return ServiceAddress(kind=kind, host=host, port=port, metrics_port=self._free())
 
     def _free(self) -> int:
         """Free here; another machine's service that finds it taken says so, and gets another one."""

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from meshrl.launcher.address_book import Entry
+from meshrl.launcher.address_book import ServiceAddress
 from meshrl.launcher.preloading import Kind
 from meshrl.rpc import tls
 
@@ -66,7 +66,7 @@ class Service:
 ANSWER_S = 2.0
 
 
-def health_probe(entry: Callable[[], Entry]) -> Probe:
+def health_probe(entry: Callable[[], ServiceAddress]) -> Probe:
     """A probe of wherever the address book says the service listens."""
 
     async def probe() -> bool:
@@ -75,7 +75,7 @@ def health_probe(entry: Callable[[], Entry]) -> Probe:
     return probe
 
 
-async def is_serving(entry: Entry) -> bool:
+async def is_serving(entry: ServiceAddress) -> bool:
     """True when the service says SERVING."""
     try:
         # A refused connection is known at once; a gRPC channel would back off and notice the start late.

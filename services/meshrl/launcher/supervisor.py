@@ -61,7 +61,7 @@ GONE: frozenset[Phase] = frozenset({"failed", "drained"})
 
 
 @dataclass(slots=True)
-class State:
+class ServiceState:
     """The state of one service; the view shows it."""
 
     phase: Phase = "waiting"
@@ -114,7 +114,7 @@ class Supervisor:
             start: Starts a process.
             watchdog: Ends the processes where this one is killed; None: a process of its own.
         """
-        self.states = {service.name: State() for service in services}
+        self.states = {service.name: ServiceState() for service in services}
         self._services = list(services)
         self._sink = sink
         self._before_drain = before_drain
@@ -173,7 +173,7 @@ class Supervisor:
         self.check_running()
         if service.name in self.states:
             raise ConflictError(f"this mesh has a {service.name} already")
-        self.states[service.name] = State()
+        self.states[service.name] = ServiceState()
         self._services.append(service)
         self._keep_alive(service)
 

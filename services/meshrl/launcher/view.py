@@ -17,7 +17,7 @@ from rich.text import Text
 
 from meshrl.common.plain_text import counted
 from meshrl.contract.types import EngineStats, Ledger, TrainerPhase, TrainerStatus, Waiting
-from meshrl.launcher.supervisor import State
+from meshrl.launcher.supervisor import ServiceState
 from meshrl.trainer.metrics.learning_signs import LearningWarning
 
 STUCK_S = 10.0
@@ -29,7 +29,7 @@ class MeshStatus:
     """One mesh as a person sees it."""
 
     run: str
-    states: Mapping[str, State]
+    states: Mapping[str, ServiceState]
     """Of every process, updated by the supervisor."""
     started: float = field(default_factory=time.monotonic)
     trainer: TrainerStatus | None = None

@@ -38,7 +38,7 @@ SHARES: Final = (0.6, 1.0, 1.6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class PlanQuestion:
     """What a person may say of hardware, model and data. None: assumed, and printed as an assumption."""
 
     gpus: int
@@ -68,7 +68,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class GpuSplit:
     """One division of the GPUs."""
 
     rollout_gpus: int
@@ -92,11 +92,11 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class FleetPlan:
     """The answer."""
 
-    best: Split
-    tried: tuple[Split, ...]
+    best: GpuSplit
+    tried: tuple[GpuSplit, ...]
     """All, from the fewest rollout GPUs to the most; `best` is one of them."""
     scale: int
     """Everything was simulated at one part in so many of its size."""
@@ -107,7 +107,7 @@ class Plan:
 class _Case:
     """A question about a recipe, with every gap filled in."""
 
-    def __init__(self, recipe: Recipe, asked: Question) -> None:
+    def __init__(self, recipe: Recipe, asked: PlanQuestion) -> None:
         self.asked = asked
         self.spec = spec = train_spec(recipe)
         self.slots = recipe.rollout.slots
@@ -233,7 +233,7 @@ class _Case:
         most = (self.asked.gpus - 1) // size
         return size * min(most, max(1, round((self.asked.gpus - trainer) / size)))
 
-    def try_split(self, rollout_gpus: int) -> Split:
+    def try_split(self, rollout_gpus: int) -> GpuSplit:
         """Simulate it."""
         asked, spec, scale = self.asked, self.spec, self.scale
         trainer_gpus = asked.gpus - rollout_gpus
@@ -280,17 +280,17 @@ class _Case:
             samples_per_h=seen.samples_per_h * larger,
             tokens_per_s=seen.tokens_per_s * larger,
         )
-        return Split(
+        return GpuSplit(
             rollout_gpus=rollout_gpus, trainer_gpus=trainer_gpus, step_s=step_s, outlook=seen
         )
 
 
-def plan(recipe: Recipe, asked: Question) -> Plan:
+def plan(recipe: Recipe, asked: PlanQuestion) -> FleetPlan:
     """Try several splits, then those beside the best. Raises UserError for a question without an answer."""
     case = _Case(recipe, asked)
     tried = {gpus: case.try_split(gpus) for gpus in case.splits()}
 
-    def best() -> Split:
+    def best() -> GpuSplit:
         return max(tried.values(), key=lambda split: split.outlook.samples_per_h)
 
     ordered = sorted(tried)
@@ -300,7 +300,7 @@ def plan(recipe: Recipe, asked: Question) -> Plan:
         if between not in tried:
             tried[between] = case.try_split(between)
     chosen = best()
-    return Plan(
+    return FleetPlan(
         best=chosen,
         tried=tuple(tried[gpus] for gpus in sorted(tried)),
         scale=case.scale,

@@ -86,7 +86,7 @@ class _Row:
 class _Worker:
     """Leases for its free slots, samples, and writes what is finished together."""
 
-    def __init__(self, number: int, mesh: _Mesh) -> None:
+    def __init__(self, number: int, mesh: _SimulatedMesh) -> None:
         self.name = f"rollout-{number}"
         self.version = mesh.committed
         setting = mesh.setting
@@ -313,7 +313,7 @@ class _Sums:
     ages: Counter[int] = field(default_factory=Counter)
 
 
-class _Mesh:
+class _SimulatedMesh:
     """The parts of one run."""
 
     def __init__(self, setting: Setting, loop: asyncio.AbstractEventLoop) -> None:
@@ -492,6 +492,6 @@ def run_setting(setting: Setting) -> Outlook:
     loop = VirtualLoop(setting.seed)
     with quiet():
         try:
-            return loop.run_until_complete(_Mesh(setting, loop).run())
+            return loop.run_until_complete(_SimulatedMesh(setting, loop).run())
         finally:
             loop.close()

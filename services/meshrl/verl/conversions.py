@@ -13,10 +13,10 @@ from meshrl.config.hub import repository_of
 from meshrl.config.machine import ThisMachine
 from meshrl.verl.rules import (
     KEYWORD,
-    Answer,
+    Conversion,
     Convert,
     Given,
-    Status,
+    KeyStatus,
     as_list,
     expanded,
     no,
@@ -37,21 +37,21 @@ BUDGET = "actor.ppo_max_token_len_per_gpu"
 def path_to(ours: str) -> Convert:
     """A path, `~` replaced."""
 
-    def convert(value: Any, given: Given) -> Answer:
-        return Answer(settings={ours: expanded(value)}) if value else Answer(note="none")
+    def convert(value: Any, given: Given) -> Conversion:
+        return Conversion(settings={ours: expanded(value)}) if value else Conversion(note="none")
 
     return convert
 
 
-def model_path(value: Any, given: Given) -> Answer:
+def model_path(value: Any, given: Given) -> Conversion:
     """A checkpoint directory, or a name of the hub."""
     path = expanded(value)
     hub = repository_of(path, dataset=False, machine=ThisMachine())
     note = "a model of the Hugging Face hub, downloaded where it is not in the cache" if hub else ""
-    return Answer(settings={"model.path": path}, note=note)
+    return Conversion(settings={"model.path": path}, note=note)
 
 
-def positions(value: Any, given: Given) -> Answer:
+def positions(value: Any, given: Given) -> Conversion:
     """How long rows may be. Rotary positions are computed from it only where the checkpoint scales them."""
     path = Path(expanded(given.get(f"{MODEL}.path"))) / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -62,17 +62,17 @@ def positions(value: Any, given: Given) -> Answer:
             f"positions of rope type {kind} depend on it: change the checkpoint's config.json"
         )
     note = "rows decide: `config check` compares the longest with the checkpoint's config.json"
-    return Answer(note=note)
+    return Conversion(note=note)
 
 
-def compute_type(value: Any, given: Given) -> Answer:
+def compute_type(value: Any, given: Given) -> Conversion:
     """What matrix products run in."""
     full = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(str(value), value)
     if full == "float16":
         return no(
             "gradients are not scaled, so that float16 would lose small ones: bfloat16 or float32"
         )
-    return Answer(
+    return Conversion(
         settings={"model.param_dtype": full}, note="compute type; master weights are float32"
     )
 
@@ -80,9 +80,9 @@ def compute_type(value: Any, given: Given) -> Answer:
 def pair(ours: str) -> Convert:
     """A list, also where quotes make it a text."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         found = json.loads(value) if isinstance(value, str) else value
-        return Answer(settings={ours: found})
+        return Conversion(settings={ours: found})
 
     return convert
 
@@ -90,8 +90,8 @@ def pair(ours: str) -> Convert:
 def files_to(ours: str) -> Convert:
     """One file or a list of them."""
 
-    def convert(value: Any, given: Given) -> Answer:
-        return Answer(settings={ours: [expanded(path) for path in as_list(value)]})
+    def convert(value: Any, given: Given) -> Conversion:
+        return Conversion(settings={ours: [expanded(path) for path in as_list(value)]})
 
     return convert
 
@@ -99,9 +99,9 @@ def files_to(ours: str) -> Convert:
 def name_in(package: str, ours: str) -> Convert:
     """A name that a file of ours must have too."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if value in known(package):
-            return Answer(settings={ours: value})
+            return Conversion(settings={ours: value})
         return no(
             f"there is no {value!r} here ({ours}: {', '.join(known(package))}); write one: docs/how-to/extend.md"
         )
@@ -112,8 +112,8 @@ def name_in(package: str, ours: str) -> Convert:
 def only(*values: Any, note: str, instead: str) -> Convert:
     """Refused but for these values, which are what the mesh does."""
 
-    def convert(value: Any, given: Given) -> Answer:
-        return Answer(note=note) if value in values else no(instead)
+    def convert(value: Any, given: Given) -> Conversion:
+        return Conversion(note=note) if value in values else no(instead)
 
     return convert
 
@@ -121,13 +121,15 @@ def only(*values: Any, note: str, instead: str) -> Convert:
 def row_budget(ours: str, dynamic: str) -> Convert:
     """Rows of a forward pass as tokens: rows x longest row."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if value is None:
-            return Answer(note=PACKS)
+            return Conversion(note=PACKS)
         if given.get(dynamic, given.get(f"{ACTOR}.use_dynamic_bsz")):
-            return Answer(status=Status.IGNORED, note="use_dynamic_bsz: the token budget decides")
+            return Conversion(
+                status=KeyStatus.IGNORED, note="use_dynamic_bsz: the token budget decides"
+            )
         rows = int(value)
-        return Answer(
+        return Conversion(
             settings={ours: rows * given.row_tokens},
             note=f"{rows} rows x {given.row_tokens} tokens (the same gradient for any split)",
         )
@@ -138,10 +140,10 @@ def row_budget(ours: str, dynamic: str) -> Convert:
 def token_budget(ours: str, dynamic: str) -> Convert:
     """Tokens of a forward pass, where verl reads them; times the ranks that share a row."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if not given.get(dynamic, given.get(f"{ACTOR}.use_dynamic_bsz")):
-            return Answer(
-                status=Status.IGNORED, note="use_dynamic_bsz is off: verl does not read it"
+            return Conversion(
+                status=KeyStatus.IGNORED, note="use_dynamic_bsz is off: verl does not read it"
             )
         split = "ulysses_sequence_parallel_size"
         shared = int(
@@ -149,40 +151,40 @@ def token_budget(ours: str, dynamic: str) -> Convert:
         )
         tokens = max(int(value) * shared, given.row_tokens)
         note = f"{value} x {shared} ranks of a sequence" if shared > 1 else ""
-        return Answer(settings={ours: tokens}, note=note)
+        return Conversion(settings={ours: tokens}, note=note)
 
     return convert
 
 
-def clip_ratio(value: Any, given: Given) -> Answer:
+def clip_ratio(value: Any, given: Given) -> Conversion:
     """Read by verl only where the bounds are null, and their default is 0.2."""
     if any(f"{ACTOR}.clip_ratio_{side}" not in given.values for side in ("low", "high")):
         note = "verl does not read it: clip_ratio_low and clip_ratio_high are 0.2 unless given"
-        return Answer(settings={"actor.clip_ratio": value}, note=note)
-    return Answer(settings={"actor.clip_ratio": value})
+        return Conversion(settings={"actor.clip_ratio": value}, note=note)
+    return Conversion(settings={"actor.clip_ratio": value})
 
 
-def clip_ratio_c(value: Any, given: Given) -> Answer:
+def clip_ratio_c(value: Any, given: Given) -> Conversion:
     """3 in every loss, where ours is 20 in the dppo losses."""
-    return Answer(settings={"actor.clip_ratio_c": value})
+    return Conversion(settings={"actor.clip_ratio_c": value})
 
 
-def loss_scale_factor(value: Any, given: Given) -> Answer:
+def loss_scale_factor(value: Any, given: Given) -> Conversion:
     """Verl's null is the width of a padded micro-batch."""
     if value is None:
-        return Answer(
+        return Conversion(
             note="null: data.max_response_length here, the width of each micro-batch in verl"
         )
-    return Answer(settings={"actor.loss_scale_factor": value})
+    return Conversion(settings={"actor.loss_scale_factor": value})
 
 
 def warmup_steps(ours: str, section: str) -> Convert:
     """-1 leaves it to the ratio."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if value is not None and int(value) >= 0:
-            return Answer(settings={f"{ours}.lr_warmup_steps": int(value)})
-        return Answer(note="lr_warmup_steps_ratio decides")
+            return Conversion(settings={f"{ours}.lr_warmup_steps": int(value)})
+        return Conversion(note="lr_warmup_steps_ratio decides")
 
     return convert
 
@@ -190,18 +192,18 @@ def warmup_steps(ours: str, section: str) -> Convert:
 def warmup_ratio(ours: str, section: str) -> Convert:
     """A share of the run's steps; its number of steps must be known."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         ratio = float(value or 0.0)
         fixed = given.get(f"{section}.lr_warmup_steps")
         if ratio == 0 or (fixed is not None and int(fixed) >= 0):
-            return Answer(note="no warm-up by ratio")
+            return Conversion(note="no warm-up by ratio")
         total = given.get(f"{section}.lr_decay_steps", given.get("trainer.total_training_steps"))
         if total is None:
             return no(
                 f"the number of steps is not known here: set {ours}.lr_warmup_steps, or trainer.total_training_steps"
             )
         steps = int(ratio * int(total))
-        return Answer(
+        return Conversion(
             settings={f"{ours}.lr_warmup_steps": steps}, note=f"{ratio:g} of {total} steps"
         )
 
@@ -211,9 +213,9 @@ def warmup_ratio(ours: str, section: str) -> Convert:
 def scheduler(ours: str) -> Convert:
     """The schedule's name."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if value in (None, "constant", "cosine", "linear"):
-            return Answer(settings={f"{ours}.lr_scheduler_type": value} if value else {})
+            return Conversion(settings={f"{ours}.lr_scheduler_type": value} if value else {})
         return no(
             f"there is no schedule {value!r}: {ours}.lr_scheduler_type is constant, cosine or linear"
         )
@@ -221,61 +223,63 @@ def scheduler(ours: str) -> Convert:
     return convert
 
 
-def metric(value: Any, given: Given) -> Answer:
+def metric(value: Any, given: Given) -> Conversion:
     """What a group is judged by."""
     if value in ("reward", "score", "seq_reward", "seq_final_reward"):
         note = "" if value == "reward" else "the reward as it was scored, before any KL term"
-        return Answer(settings={"algorithm.filter_groups.metric": "reward"}, note=note)
-    return Answer(
+        return Conversion(settings={"algorithm.filter_groups.metric": "reward"}, note=note)
+    return Conversion(
         settings={"algorithm.filter_groups.metric": value},
         note=f"the reward function returns a dict with {value!r}; for one that returns a number write reward",
     )
 
 
-def batch_size(value: Any, given: Given) -> Answer:
+def batch_size(value: Any, given: Given) -> Conversion:
     """Prompts of a step; verl's asynchronous trainer wants 0 here and counts mini-batches."""
     if not given.program.asynchronous:
-        return Answer(settings={"data.train_batch_size": value}, note="prompts, in both")
+        return Conversion(settings={"data.train_batch_size": value}, note="prompts, in both")
     batches = given.get("async_training.require_batches")
     note = f"async_training.require_batches={batches} mini-batches a step"
-    return Answer(settings={"data.train_batch_size": given.batch_prompts}, note=note)
+    return Conversion(settings={"data.train_batch_size": given.batch_prompts}, note=note)
 
 
-def image_key(value: Any, given: Given) -> Answer:
+def image_key(value: Any, given: Given) -> Conversion:
     """Pictures: verl trains the tower that reads them unless it is told not to."""
     settings = {"data.image_key": value}
     if f"{ACTOR}.freeze_vision_tower" in given:
-        return Answer(settings=settings)
+        return Conversion(settings=settings)
     trains = {"model.freeze_vision_tower": False}
-    return Answer(settings=settings | trains, note="verl trains the vision tower, too")
+    return Conversion(settings=settings | trains, note="verl trains the vision tower, too")
 
 
-def oversample(value: Any, given: Given) -> Answer:
+def oversample(value: Any, given: Given) -> Conversion:
     """Prompts of one generation, as a multiple of the batch."""
     batch = given.batch_prompts
     if given.program.asynchronous:
-        return Answer(note="prompts are sampled all the time")
+        return Conversion(note="prompts are sampled all the time")
     if value is None or int(value) == batch:
-        return Answer(note="as large as the batch")
+        return Conversion(note="as large as the batch")
     if not given.get("algorithm.filter_groups.enable"):
-        return Answer(status=Status.IGNORED, note="algorithm.filter_groups.enable is off")
+        return Conversion(status=KeyStatus.IGNORED, note="algorithm.filter_groups.enable is off")
     share = int(value) / batch
     if share < 1:
-        return Answer(status=Status.IGNORED, note="smaller takes: the mesh generates all the time")
-    return Answer(
+        return Conversion(
+            status=KeyStatus.IGNORED, note="smaller takes: the mesh generates all the time"
+        )
+    return Conversion(
         settings={"algorithm.filter_groups.oversample": share}, note=f"{value} / {batch} prompts"
     )
 
 
-def engine(value: Any, given: Given) -> Answer:
+def engine(value: Any, given: Given) -> Conversion:
     """The engine that samples."""
     if value in ("vllm", "sglang"):
-        return Answer(settings={"rollout.name": value})
+        return Conversion(settings={"rollout.name": value})
     if value == "hf":
-        return Answer(settings={"rollout.name": "torch"}, note="the embedded engine")
+        return Conversion(settings={"rollout.name": "torch"}, note="the embedded engine")
     if value == "trtllm":
         note = "there is no engine trtllm; vLLM samples from the same distribution"
-        return Answer(settings={"rollout.name": "vllm"}, note=note)
+        return Conversion(settings={"rollout.name": "vllm"}, note=note)
     return no("rollout.name is torch, vllm or sglang: docs/reference/engines.md")
 
 
@@ -291,18 +295,18 @@ SGLANG_FLAGS = {
 def engine_argument(flag: str, *, switch: bool = False) -> Convert:
     """An argument of the server: vLLM's flag, or SGLang's for the same."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         name = given.get(f"{ROLLOUT}.name")
         if value is None:
-            return Answer(note="the engine's own choice")
+            return Conversion(note="the engine's own choice")
         if name == "hf" or (name == "sglang" and flag not in SGLANG_FLAGS):
             engine = "SGLang" if name == "sglang" else "the embedded engine"
-            return Answer(status=Status.IGNORED, note=f"{engine} has no such setting")
+            return Conversion(status=KeyStatus.IGNORED, note=f"{engine} has no such setting")
         if name == "sglang":
             note = "of the SGLang server"
-            return Answer(engine_arguments=(SGLANG_FLAGS[flag], str(value)), note=note)
+            return Conversion(engine_arguments=(SGLANG_FLAGS[flag], str(value)), note=note)
         words = ((flag,) if value else (f"--no-{flag[2:]}",)) if switch else (flag, str(value))
-        return Answer(engine_arguments=words, note="of the vLLM server")
+        return Conversion(engine_arguments=words, note="of the vLLM server")
 
     return convert
 
@@ -310,60 +314,64 @@ def engine_argument(flag: str, *, switch: bool = False) -> Convert:
 def engine_keyword(engine: str) -> Convert:
     """A keyword of the engine's own, as an argument of its server."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if given.get(f"{ROLLOUT}.name", "vllm") != engine:
-            return Answer(status=Status.IGNORED, note=f"of {engine}, which does not sample here")
+            return Conversion(
+                status=KeyStatus.IGNORED, note=f"of {engine}, which does not sample here"
+            )
         if engine == "trtllm":
             return no("there is no engine trtllm")
         if value is None or (value is False and engine == "sglang"):
-            return Answer(note="the engine's own choice")
+            return Conversion(note="the engine's own choice")
         text = json.dumps(value) if isinstance(value, list | dict) else str(value)
-        return Answer(engine_arguments=(KEYWORD, text), note="an argument of the server")
+        return Conversion(engine_arguments=(KEYWORD, text), note="an argument of the server")
 
     return convert
 
 
-def expert_parallel(value: Any, given: Given) -> Answer:
+def expert_parallel(value: Any, given: Given) -> Conversion:
     """Ranks that share experts: vLLM takes all ranks of an engine."""
     if value in (None, 0, 1):
-        return Answer(note="experts are on every rank")
+        return Conversion(note="experts are on every rank")
     if given.get(f"{ROLLOUT}.name") == "sglang":
-        return Answer(engine_arguments=("--ep-size", str(value)), note="of the SGLang server")
-    return Answer(engine_arguments=("--enable-expert-parallel",), note="of the vLLM server")
+        return Conversion(engine_arguments=("--ep-size", str(value)), note="of the SGLang server")
+    return Conversion(engine_arguments=("--enable-expert-parallel",), note="of the vLLM server")
 
 
-def quantization(value: Any, given: Given) -> Answer:
+def quantization(value: Any, given: Given) -> Conversion:
     """Of the engine's weights, on load; with it the mismatch is corrected, as a recipe does by default."""
     if value in (None, False, ""):
-        return Answer(status=Status.IGNORED, note="switched off")
+        return Conversion(status=KeyStatus.IGNORED, note="switched off")
     if value != "fp8":
         return no(
             f"{value}: engines take the trained weights, and quantise them on load as fp8 only"
         )
     if given.get(f"{ROLLOUT}.name") == "hf":
         return no("fp8 is of vLLM and SGLang")
-    return Answer(settings={"rollout.engine.quantization": "fp8"}, note="TIS is on with it")
+    return Conversion(settings={"rollout.engine.quantization": "fp8"}, note="TIS is on with it")
 
 
-def routing_replay(value: Any, given: Given) -> Answer:
+def routing_replay(value: Any, given: Given) -> Conversion:
     """The engine's half of R3: alone it would only return experts that nobody replays."""
-    return Answer(settings={"rollout.routing_replay": True} if value else {}, note="R3")
+    return Conversion(settings={"rollout.routing_replay": True} if value else {}, note="R3")
 
 
-def sampling_seed(value: Any, given: Given) -> Answer:
+def sampling_seed(value: Any, given: Given) -> Conversion:
     """Of all that is drawn."""
-    return Answer(settings={} if value is None else {"run.seed": value}, note="of the whole run")
+    return Conversion(
+        settings={} if value is None else {"run.seed": value}, note="of the whole run"
+    )
 
 
 def engine_option(ours: str) -> Convert:
     """An option of a server's engine."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if value is None or given.get(f"{ROLLOUT}.name") == "hf":
-            return Answer(status=Status.IGNORED, note="the engine's own choice")
+            return Conversion(status=KeyStatus.IGNORED, note="the engine's own choice")
         if value == "fp8":
             return quantization(value, given)
-        return Answer(settings={f"rollout.engine.{ours}": value})
+        return Conversion(settings={f"rollout.engine.{ours}": value})
 
     return convert
 
@@ -371,25 +379,25 @@ def engine_option(ours: str) -> Convert:
 def do_sample(ours: str) -> Convert:
     """False is greedy, whatever the temperature says."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if value:
-            return Answer(note=f"{ours} decides")
-        return Answer(settings={ours: 0}, note="greedy")
+            return Conversion(note=f"{ours} decides")
+        return Conversion(settings={ours: 0}, note="greedy")
 
     return convert
 
 
-def sampled_temperature(value: Any, given: Given) -> Answer:
+def sampled_temperature(value: Any, given: Given) -> Conversion:
     """Of validation, which is greedy unless do_sample."""
     if not given.get(f"{ROLLOUT}.val_kwargs.do_sample", False):
-        return Answer(
+        return Conversion(
             settings={"rollout.val_kwargs.temperature": 0},
             note="val_kwargs.do_sample is off: greedy",
         )
-    return Answer(settings={"rollout.val_kwargs.temperature": value})
+    return Conversion(settings={"rollout.val_kwargs.temperature": value})
 
 
-def logger(value: Any, given: Given) -> Answer:
+def logger(value: Any, given: Given) -> Conversion:
     """The ones that there are."""
     names = as_list(value)
     ours = [
@@ -399,50 +407,50 @@ def logger(value: Any, given: Given) -> Answer:
     ]
     left = [str(name) for name in names if name not in ours]
     note = f"there is no {', '.join(left)}; metrics.jsonl holds every number" if left else ""
-    return Answer(settings={"trainer.logger": ours or ["console"]}, note=note)
+    return Conversion(settings={"trainer.logger": ours or ["console"]}, note=note)
 
 
-def machines(value: Any, given: Given) -> Answer:
+def machines(value: Any, given: Given) -> Conversion:
     """Of the trainer; engines have GPUs of their own."""
     if value in (1, None):
-        return Answer(note="one machine")
-    return Answer(
+        return Conversion(note="one machine")
+    return Conversion(
         settings={"trainer.nnodes": int(value)},
         note="the trainer's machines; engines have other GPUs, of these or of more machines: meshrl slurm --nodes, or"
         " placement.machines (docs/how-to/several-machines.md)",
     )
 
 
-def experiment(value: Any, given: Given) -> Answer:
+def experiment(value: Any, given: Given) -> Conversion:
     """Names the run too."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).lstrip("._-") or "run"
-    return Answer(settings={"run.name": name, "trainer.experiment_name": str(value)})
+    return Conversion(settings={"run.name": name, "trainer.experiment_name": str(value)})
 
 
-def resume_mode(value: Any, given: Given) -> Answer:
+def resume_mode(value: Any, given: Given) -> Conversion:
     """A checkpoint that is named cannot be: the queue's position belongs to it."""
     if value in ("auto", "disable"):
-        return Answer(settings={"trainer.resume_mode": value})
+        return Conversion(settings={"trainer.resume_mode": value})
     return no(
         "a verl checkpoint holds no queue: export it to a Hugging Face directory and set model.path"
     )
 
 
-def reward_manager(value: Any, given: Given) -> Answer:
+def reward_manager(value: Any, given: Given) -> Conversion:
     """How rewards are computed."""
     match value:
         case None | "naive" | "prime" | "rate_limited" | "limited":
-            return Answer(note="functions are called one sample at a time, several at once")
+            return Conversion(note="functions are called one sample at a time, several at once")
         case "batch":
-            return Answer(
+            return Conversion(
                 note="a function with the plural parameters gets many samples in one call"
             )
         case "dapo":
-            return Answer(
+            return Conversion(
                 note="its overlong penalty is algorithm.overlong_buffer, see reward_kwargs"
             )
         case "gdpo":
-            return Answer(
+            return Conversion(
                 note="every key of the returned dict is a component: algorithm.gdpo_reward_keys"
             )
         case _:
@@ -451,10 +459,10 @@ def reward_manager(value: Any, given: Given) -> Answer:
             )
 
 
-def overlong_limit(value: Any, given: Given) -> Answer:
+def overlong_limit(value: Any, given: Given) -> Conversion:
     """Must be the one limit there is."""
     if value is None or int(value) == int(given.get("data.max_response_length")):
-        return Answer(note="data.max_response_length")
+        return Conversion(note="data.max_response_length")
     return no(
         f"algorithm.overlong_buffer counts from data.max_response_length: set that to {value}"
     )
@@ -463,16 +471,16 @@ def overlong_limit(value: Any, given: Given) -> Answer:
 def reward_model(path_keys: tuple[str, ...]) -> Convert:
     """A learned reward model as a judge."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if not value:
-            return Answer(note="no reward model")
+            return Conversion(note="no reward model")
         path = next((given.get(key) for key in path_keys if key in given), None)
         if path is None:
             return no(
                 f"it needs a path ({path_keys[0]}): reward.judges: [{{kind: model, options: {{path: ...}}}}]"
             )
         judge = {"kind": "model", "options": {"path": expanded(path)}}
-        return Answer(
+        return Conversion(
             settings={"reward.judges": [judge]},
             note="scores in the reward service; kind: pooling asks a vLLM server instead",
         )
@@ -491,53 +499,53 @@ PRIME_DATA = {
 def prime(ours: str) -> Convert:
     """Read by verl's program `main_prime` only."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if given.program.algorithm != "prime":
             return no("only PRIME reads it: algorithm.name=prime")
-        return Answer(settings={ours: value})
+        return Conversion(settings={ours: value})
 
     return convert
 
 
-def own_log_probs(value: Any, given: Given) -> Answer:
+def own_log_probs(value: Any, given: Given) -> Conversion:
     """Whether the ratio's denominator is what the engine said; `bypass_mode=False` outranks it in newer verl."""
     own = bool(value) and given.get(f"{CORRECTION}.bypass_mode", True) is not False
-    return Answer(settings={"actor.recompute_old_log_probs": not own})
+    return Conversion(settings={"actor.recompute_old_log_probs": not own})
 
 
 OLD_REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
 
-def rejection(value: Any, given: Given) -> Answer:
+def rejection(value: Any, given: Given) -> Conversion:
     """What rows or tokens are rejected by; older names are of the ratio itself, k1."""
-    return Answer(settings={f"{CORRECTION}.rollout_rs": OLD_REJECTIONS.get(value, value)})
+    return Conversion(settings={f"{CORRECTION}.rollout_rs": OLD_REJECTIONS.get(value, value)})
 
 
-def rejection_bounds(value: Any, given: Given) -> Answer:
+def rejection_bounds(value: Any, given: Given) -> Conversion:
     """The upper bound, or both as `lower_upper`; older scripts have a key for the lower one."""
     lower = given.get(f"{CORRECTION}.rollout_rs_threshold_lower", None)
     both = value if lower is None or value is None else f"{lower}_{value}"
-    return Answer(settings={f"{CORRECTION}.rollout_rs_threshold": both})
+    return Conversion(settings={f"{CORRECTION}.rollout_rs_threshold": both})
 
 
-def device(value: Any, given: Given) -> Answer:
+def device(value: Any, given: Given) -> Conversion:
     """What the trainer computes on."""
     if value in (None, "auto", "cpu", "cuda"):
-        return Answer(settings={"trainer.device": value})
+        return Conversion(settings={"trainer.device": value})
     return no("the trainer computes on GPUs that torch calls cuda, or on the CPU")
 
 
-def reference_updates(value: Any, given: Given) -> Answer:
+def reference_updates(value: Any, given: Given) -> Conversion:
     """How often the frozen model is renewed."""
     if value in (None, -1) or (given.program.algorithm == "spin" and value == 1):
-        return Answer(note="SPIN's opponent is renewed every step; another reference never")
+        return Conversion(note="SPIN's opponent is renewed every step; another reference never")
     return no("SPIN's opponent is renewed every step, and another reference never")
 
 
-def teacher(value: Any, given: Given) -> Answer:
+def teacher(value: Any, given: Given) -> Conversion:
     """On-policy distillation: the reference service with the teacher's model."""
     if value in (None, False):
-        return Answer(status=Status.IGNORED, note="switched off")
+        return Conversion(status=KeyStatus.IGNORED, note="switched off")
     loss = "distillation.distillation_loss"
     mode = str(given.get(f"{loss}.loss_mode", "k3"))
     top, rewarded = mode == "forward_kl_topk", given.get(f"{loss}.use_task_rewards", True)
@@ -571,8 +579,12 @@ def teacher(value: Any, given: Given) -> Answer:
         settings["algorithm.distillation.min_log_prob"] = given.get(
             f"{loss}.log_prob_min_clamp", None
         )
-        return Answer(settings=settings, note="the forward KL over the teacher's likeliest tokens")
-    return Answer(settings=settings, note="one advantage, clipped once, for rewards and teacher")
+        return Conversion(
+            settings=settings, note="the forward KL over the teacher's likeliest tokens"
+        )
+    return Conversion(
+        settings=settings, note="one advantage, clipped once, for rewards and teacher"
+    )
 
 
 def _teachers(given: Given) -> list[str]:
@@ -582,33 +594,35 @@ def _teachers(given: Given) -> list[str]:
     return [name for name in names if name != ONE_TEACHER] or [ONE_TEACHER]
 
 
-def sync_steps(value: Any, given: Given) -> Answer:
+def sync_steps(value: Any, given: Given) -> Conversion:
     """Steps between two versions."""
-    return Answer(note="versions are published every step: queue.max_staleness bounds their age")
+    return Conversion(
+        note="versions are published every step: queue.max_staleness bounds their age"
+    )
 
 
-def reward_style(value: Any, given: Given) -> Answer:
+def reward_style(value: Any, given: Given) -> Conversion:
     """A name of what scores."""
     match value:
         case None | "rule":
-            return Answer(note="a function")
+            return Conversion(note="a function")
         case "math_verify":
-            return Answer(
+            return Conversion(
                 settings={"reward.functions": [{"name": "math"}]}, note="the package math-verify"
             )
     return no("name what scores: reward.functions, reward.custom_reward_function or reward.judges")
 
 
-def trainer_mode(value: Any, given: Given) -> Answer:
+def trainer_mode(value: Any, given: Given) -> Conversion:
     """How far sampling may run ahead."""
     if value == "sync" or given.get("trainer.use_v1", True) is False:
-        return Answer(
+        return Conversion(
             settings={"queue.max_staleness": 0},
             note="on-policy, as verl's synchronous trainer; 1 lets sampling and training overlap",
         )
     bound = given.get("trainer.v1.sampler.max_off_policy_threshold", 8)
     strategy = given.get("trainer.v1.sampler.max_off_policy_strategy", "drop")
-    return Answer(
+    return Conversion(
         settings={
             "queue.max_staleness": int(bound),
             "queue.stale_policy": "drop" if strategy == "drop" else "reissue",
@@ -620,7 +634,7 @@ def trainer_mode(value: Any, given: Given) -> Answer:
     )
 
 
-def staleness_threshold(value: Any, given: Given) -> Answer:
+def staleness_threshold(value: Any, given: Given) -> Conversion:
     """Whole steps here; in verl a share of what is sampled for the steps between two versions, which are also old."""
     steps = int(given.get("async_training.trigger_parameter_sync_step") or 1)
     bound = math.ceil((1 + float(value)) * steps - 1e-9) - 1
@@ -629,24 +643,24 @@ def staleness_threshold(value: Any, given: Given) -> Answer:
     if own is not None:
         settings |= own_log_probs(own, given).settings
     note = f"(1 + {value}) x {steps} steps between two versions, less the newest; versions are published every step"
-    return Answer(settings=settings, note=note)
+    return Conversion(settings=settings, note=note)
 
 
-def partial_rollout(value: Any, given: Given) -> Answer:
+def partial_rollout(value: Any, given: Given) -> Conversion:
     """Whether a response goes on under new weights."""
-    return Answer(settings={"rollout.on_update": "in_flight" if value else "drain"})
+    return Conversion(settings={"rollout.on_update": "in_flight" if value else "drain"})
 
 
-def total_rollouts(value: Any, given: Given) -> Answer:
+def total_rollouts(value: Any, given: Given) -> Conversion:
     """Prompts of the whole run, as steps."""
     if value is None or "trainer.total_training_steps" in given:
-        return Answer(note="trainer.total_training_steps")
+        return Conversion(note="trainer.total_training_steps")
     steps = max(1, int(value) // given.batch_prompts)
     note = f"{value} prompts / {given.batch_prompts} of a step"
-    return Answer(settings={"trainer.total_training_steps": steps}, note=note)
+    return Conversion(settings={"trainer.total_training_steps": steps}, note=note)
 
 
-def rollout_gpus(value: Any, given: Given) -> Answer:
+def rollout_gpus(value: Any, given: Given) -> Conversion:
     """GPUs for sampling alone, as rollout workers of so many GPUs as an engine has ranks."""
     section = ROLLOUT if f"{ROLLOUT}.nnodes" in given else "rollout"
     gpus = int(given.get(f"{section}.nnodes") or 0) * int(
@@ -654,16 +668,16 @@ def rollout_gpus(value: Any, given: Given) -> Answer:
     )
     ranks = int(given.get(f"{ROLLOUT}.tensor_model_parallel_size") or 1)
     if not gpus:
-        return Answer(note="sampling shares the trainer's GPUs: placement.colocate")
+        return Conversion(note="sampling shares the trainer's GPUs: placement.colocate")
     settings = {"rollout.workers": max(1, gpus // ranks), "placement.rollout": ranks}
-    return Answer(settings=settings, note=f"{gpus} GPUs / {ranks} of an engine")
+    return Conversion(settings=settings, note=f"{gpus} GPUs / {ranks} of an engine")
 
 
-def correction_cap(value: Any, given: Given) -> Answer:
+def correction_cap(value: Any, given: Given) -> Conversion:
     """The older name of truncated importance sampling."""
     if value is None or float(value) <= 0:
-        return Answer(note="off")
-    return Answer(
+        return Conversion(note="off")
+    return Conversion(
         settings={
             f"{CORRECTION}.rollout_is": "token",
             f"{CORRECTION}.rollout_is_threshold": float(value),
@@ -674,16 +688,16 @@ def correction_cap(value: Any, given: Given) -> Answer:
 def critic_only(convert: Convert) -> Convert:
     """Read only where the estimator needs values."""
 
-    def guarded(value: Any, given: Given) -> Answer:
+    def guarded(value: Any, given: Given) -> Conversion:
         if given.get("algorithm.adv_estimator") not in ("gae", "vapo"):
-            return Answer(status=Status.IGNORED, note="the estimator needs no critic")
+            return Conversion(status=KeyStatus.IGNORED, note="the estimator needs no critic")
         return convert(value, given)
 
     return guarded
 
 
-def critic_mini_batch(value: Any, given: Given) -> Answer:
+def critic_mini_batch(value: Any, given: Given) -> Conversion:
     """The critic steps with the actor."""
     if int(value) == int(given.get(f"{ACTOR}.ppo_mini_batch_size")):
-        return Answer(note="as the actor's")
+        return Conversion(note="as the actor's")
     return no("the critic's mini-batches are the actor's: actor.ppo_mini_batch_size")

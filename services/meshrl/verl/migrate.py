@@ -23,8 +23,8 @@ from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms.recipe_defaults import defaults, merged, places
 from meshrl.trainer.offline.config import SftConfig
 from meshrl.verl.overrides import Override, parse
-from meshrl.verl.programs import Command, Program, refuse_other
-from meshrl.verl.rules import ENGINE_ARGUMENTS, KEYWORD, Given, Rule, Status
+from meshrl.verl.programs import VerlCommand, VerlProgram, refuse_other
+from meshrl.verl.rules import ENGINE_ARGUMENTS, KEYWORD, Given, KeyRule, KeyStatus
 from meshrl.verl.sft_table import rules as sft_rules
 from meshrl.verl.table import rules
 
@@ -40,7 +40,7 @@ class Finding:
 
     key: str
     value: Any
-    status: Status
+    status: KeyStatus
     settings: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
 
@@ -59,7 +59,7 @@ class Migration:
     config: type[Config] = Recipe
     """Of what the recipe is: of a mesh, or of `meshrl sft`."""
 
-    def of(self, status: Status) -> list[Finding]:
+    def of(self, status: KeyStatus) -> list[Finding]:
         """The findings of one kind."""
         return [found for found in self.findings if found.status is status]
 
@@ -69,7 +69,7 @@ def migrate(
     files: Sequence[Path] = (),
     *,
     name: str = "migrated",
-    started: Command | None = None,
+    started: VerlCommand | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Migration:
     """Translate YAML files, then overrides, the last one winning.
@@ -88,7 +88,7 @@ def migrate(
     if started is not None:
         refuse_other(started)
     values, origins, findings = _given(overrides, files, environment or {})
-    program = Program()
+    program = VerlProgram()
     if started is not None:
         program = started.program
         findings[:0] = [_of_program(started)] if started.name else []
@@ -133,7 +133,7 @@ def _of_hub(tree: Any, at: Loc) -> bool:
 class _Making:
     """The recipe while it is made."""
 
-    def __init__(self, program: Program, kind: type[Config]) -> None:
+    def __init__(self, program: VerlProgram, kind: type[Config]) -> None:
         self.tree: dict[str, Any] = {}
         self.comments: dict[Loc, str] = {}
         self.origins: dict[Loc, str] = {}
@@ -147,12 +147,14 @@ class _Making:
             self._brought.update(places(defaults(program.algorithm)))
 
     def take(
-        self, key: str, value: Any, given: Given, table: Sequence[Rule], origin: str
+        self, key: str, value: Any, given: Given, table: Sequence[KeyRule], origin: str
     ) -> Finding:
         """Apply the rule of a key that was given."""
         found = _rule_of(table, key)
         if found is None or _misspelt(table, found, key):
-            return Finding(key=key, value=value, status=Status.REFUSED, note=_unknown(table, key))
+            return Finding(
+                key=key, value=value, status=KeyStatus.REFUSED, note=_unknown(table, key)
+            )
         try:
             answer = found.convert(value, given)
         except (TypeError, ValueError) as error:
@@ -164,7 +166,7 @@ class _Making:
         for ours, setting in settings.items():
             if ours in BY_PROGRAM and tuple(ours.split(".")) in self._brought:
                 note = f"{key} is not read by this program: algorithm.name"
-                return Finding(key=key, value=value, status=Status.MAPPED, note=note)
+                return Finding(key=key, value=value, status=KeyStatus.MAPPED, note=note)
             # verl's null is its default, ours has to be asked for.
             if setting is not None and self.say(
                 tuple(ours.split(".")), setting, answer.note, origin
@@ -176,7 +178,7 @@ class _Making:
             added[ENGINE_ARGUMENTS] = list(arguments)
         return Finding(key=key, value=value, status=answer.status, settings=added, note=answer.note)
 
-    def fill(self, given: Given, table: Sequence[Rule]) -> None:
+    def fill(self, given: Given, table: Sequence[KeyRule]) -> None:
         """Verl's defaults where a recipe's are others."""
         for found in table:
             if not found.take_default or found.key in given.values:
@@ -237,13 +239,13 @@ class _Making:
         )
 
 
-def _of_program(started: Command) -> Finding:
+def _of_program(started: VerlCommand) -> Finding:
     """What became of the program that is started."""
     program = started.program
     settings = dict(program.settings)
     if program.algorithm:
         settings["algorithm.name"] = program.algorithm
-    status = Status.REFUSED if program.refused else Status.MAPPED
+    status = KeyStatus.REFUSED if program.refused else KeyStatus.MAPPED
     return Finding(
         key="program", value=started.name, status=status, settings=settings, note=program.refused
     )
@@ -255,19 +257,19 @@ def _check_offline(written: Written) -> None:
     Written(merged(written.tree, least), written.origins).as_config(SftConfig)
 
 
-def _place(table: Sequence[Rule], key: str) -> int:
+def _place(table: Sequence[KeyRule], key: str) -> int:
     found = _rule_of(table, key)
     return table.index(found) if found is not None else len(table)
 
 
-def _rule_of(table: Sequence[Rule], key: str) -> Rule | None:
+def _rule_of(table: Sequence[KeyRule], key: str) -> KeyRule | None:
     for found in table:
         if found.fits(key):
             return found
     return None
 
 
-def _misspelt(table: Sequence[Rule], found: Rule, key: str) -> bool:
+def _misspelt(table: Sequence[KeyRule], found: KeyRule, key: str) -> bool:
     """Is a key that only a whole section's rule knows nearly one that has a rule of its own?"""
     if not found.key.endswith(".*"):
         return False
@@ -299,7 +301,7 @@ def _named(pattern: str, key: str, arguments: Sequence[str]) -> Sequence[str]:
     return (f"--{flag}", text.lower() if text in ("True", "False") else text)
 
 
-def _unknown(table: Sequence[Rule], key: str) -> str:
+def _unknown(table: Sequence[KeyRule], key: str) -> str:
     near = difflib.get_close_matches(key, [found.key for found in table], n=1, cutoff=0.6)
     said = "no key of verl that is known here"
     return f"{said}; did you mean {near[0]!r}?" if near else said
@@ -335,7 +337,7 @@ def _given(
 
 def _composition(section: str) -> Finding:
     note = "the groups that it names are verl's own defaults; give your own files with --yaml, in their order"
-    return Finding(key=section, value="...", status=Status.IGNORED, note=note)
+    return Finding(key=section, value="...", status=KeyStatus.IGNORED, note=note)
 
 
 def _without_options(words: Sequence[str], findings: list[Finding]) -> Iterator[str]:
@@ -355,7 +357,7 @@ def _without_options(words: Sequence[str], findings: list[Finding]) -> Iterator[
                 "--config-dir",
             )
             note = "give the file with --yaml, unless it is one of verl's own"
-            findings.append(Finding(key=option, value=value, status=Status.IGNORED, note=note))
+            findings.append(Finding(key=option, value=value, status=KeyStatus.IGNORED, note=note))
         elif word.strip():
             waiting = False
             yield word
@@ -374,7 +376,7 @@ def _apply(
             if override.delete
             else "a config group of verl's own"
         )
-        status = Status.MAPPED if override.delete else Status.IGNORED
+        status = KeyStatus.MAPPED if override.delete else KeyStatus.IGNORED
         findings.append(Finding(key=override.text, value=override.value, status=status, note=note))
         return
     for stale in [k for k in values if k.startswith(f"{key}.")]:

@@ -15,7 +15,7 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class VerlProgram:
     """What starting one of verl's programs says."""
 
     algorithm: str = ""
@@ -35,17 +35,17 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class VerlCommand:
     """One command of a script."""
 
     name: str
     """What it starts; empty: words without a program."""
     arguments: tuple[str, ...]
-    program: Program
+    program: VerlProgram
 
 
-_PPO = Program()
-_FULLY_ASYNC = Program(
+_PPO = VerlProgram()
+_FULLY_ASYNC = VerlProgram(
     defaults={
         "async_training.staleness_threshold": 0.1,
         "async_training.trigger_parameter_sync_step": 4,
@@ -58,11 +58,11 @@ _FULLY_ASYNC = Program(
     },
     asynchronous=True,
 )
-_ONE_STEP_OFF = Program(
+_ONE_STEP_OFF = VerlProgram(
     defaults={"algorithm.rollout_correction.bypass_mode": True},
     settings={"queue.max_staleness": 1},
 )
-_DAPO = Program(defaults={"reward.reward_manager.name": "dapo"})
+_DAPO = VerlProgram(defaults={"reward.reward_manager.name": "dapo"})
 _SGLANG = {
     f"{_ACTOR}.optim.lr_warmup_steps": 15,
     f"{_ROLLOUT}.name": "sglang",
@@ -70,46 +70,48 @@ _SGLANG = {
     f"{_ROLLOUT}.gpu_memory_utilization": 0.5,
     f"{_ROLLOUT}.val_kwargs.n": 2,
 }
-_PRIME = Program(
+_PRIME = VerlProgram(
     algorithm="prime",
     defaults={"data.truncation": "right", f"{_ACTOR}.entropy_coeff": 0.001}
     | {"trainer.val_before_train": False},
 )
-_SFT = Program(sft=True)
-_EVAL = Program(
+_SFT = VerlProgram(sft=True)
+_EVAL = VerlProgram(
     instead="it scores answers that are stored: `meshrl eval RECIPE` samples a model's answers and scores them"
 )
-_SAMPLE = Program(instead="it samples without training: `meshrl eval RECIPE` does, and scores")
+_SAMPLE = VerlProgram(instead="it samples without training: `meshrl eval RECIPE` does, and scores")
 
-PROGRAMS: Mapping[str, Program] = {
+PROGRAMS: Mapping[str, VerlProgram] = {
     "verl.trainer.main_ppo": _PPO,
     "verl.trainer.main_ppo_v0": _PPO,
     "verl.trainer.main_ppo_sync": _PPO,
     "fully_async_policy.fully_async_main": _FULLY_ASYNC,
     "one_step_off_policy.main_ppo": _ONE_STEP_OFF,
     "one_step_off_policy.async_main_ppo": _ONE_STEP_OFF,
-    "partial_rollout.main_ppo": Program(settings={"rollout.on_update": "in_flight"}),
+    "partial_rollout.main_ppo": VerlProgram(settings={"rollout.on_update": "in_flight"}),
     "main_dapo": _DAPO,
     "main_entropy": _DAPO,
-    "main_spin": Program(algorithm="spin", defaults={**_SGLANG, "trainer.log_val_generations": 0}),
-    "main_sppo": Program(algorithm="sppo", defaults=_SGLANG),
+    "main_spin": VerlProgram(
+        algorithm="spin", defaults={**_SGLANG, "trainer.log_val_generations": 0}
+    ),
+    "main_sppo": VerlProgram(algorithm="sppo", defaults=_SGLANG),
     "main_prime": _PRIME,
-    "async_flow.grpo_main": Program(
+    "async_flow.grpo_main": VerlProgram(
         refused="AsyncFlow's own trainer and queue, whose keys are not verl's"
     ),
-    "main_dynamo": Program(refused="rollout through NVIDIA Dynamo"),
-    "main_flowrl": Program(
+    "main_dynamo": VerlProgram(refused="rollout through NVIDIA Dynamo"),
+    "main_flowrl": VerlProgram(
         refused="FlowRL's loss (flow balance with a learned partition function)"
     ),
-    "gvpo_main_ppo": Program(refused="GVPO's loss"),
-    "spo_main_ppo": Program(refused="SPO's values per prompt, kept over the run"),
-    "main_rep_exp": Program(refused="the elliptical bonus of representation-based exploration"),
-    "main_gkd": Program(refused="distillation from a teacher in the loss"),
-    "main_dance": Program(
+    "gvpo_main_ppo": VerlProgram(refused="GVPO's loss"),
+    "spo_main_ppo": VerlProgram(refused="SPO's values per prompt, kept over the run"),
+    "main_rep_exp": VerlProgram(refused="the elliptical bonus of representation-based exploration"),
+    "main_gkd": VerlProgram(refused="distillation from a teacher in the loss"),
+    "main_dance": VerlProgram(
         instead="it trains image and video models; only text models are trained here"
     ),
-    "main_atropos": Program(refused="Atropos environments"),
-    "reward_queue.main": Program(
+    "main_atropos": VerlProgram(refused="Atropos environments"),
+    "reward_queue.main": VerlProgram(
         refused="rewards in a queue of their own (here they are a stage always)"
     ),
     "verl.trainer.sft_trainer": _SFT,
@@ -119,34 +121,34 @@ PROGRAMS: Mapping[str, Program] = {
     "r1.main_eval": _EVAL,
     "verl.trainer.main_generation": _SAMPLE,
     "verl.trainer.main_generation_server": _SAMPLE,
-    "verl.model_merger": Program(
+    "verl.model_merger": VerlProgram(
         instead="nothing is to be merged: `meshrl export DIRECTORY` writes a checkpoint for engines"
     ),
 }
 """The end of a module's name to what it says; another program that has keys of verl's is read as `main_ppo`."""
 
 
-def program_of(name: str) -> Program:
+def program_of(name: str) -> VerlProgram:
     """What starting the module or file `name` says."""
     dotted = name.removesuffix(".py").replace("/", ".").lstrip(".")
     for known, program in PROGRAMS.items():
         if dotted == known or dotted.endswith(f".{known}"):
             return program
-    return Program(
+    return VerlProgram(
         refused=f"{name} is no program of verl's that is known here: read as verl.trainer.main_ppo"
     )
 
 
-def command_of(words: Sequence[str]) -> Command | None:
+def command_of(words: Sequence[str]) -> VerlCommand | None:
     """The program among the words of a command, and what follows it; None if there is none."""
     for at, word in enumerate(words):
         if "=" not in word and ENTRY.search(word):
             arguments = tuple(words[at + 1 :])
-            return Command(name=word, arguments=arguments, program=program_of(word))
+            return VerlCommand(name=word, arguments=arguments, program=program_of(word))
     return None
 
 
-def chosen(commands: Sequence[Sequence[str]]) -> tuple[Command | None, list[str]]:
+def chosen(commands: Sequence[Sequence[str]]) -> tuple[VerlCommand | None, list[str]]:
     """The first command that trains, else the first of verl's; and the names of the other programs."""
     found = [command for words in commands if (command := command_of(words)) is not None]
     if not found:
@@ -155,7 +157,7 @@ def chosen(commands: Sequence[Sequence[str]]) -> tuple[Command | None, list[str]
     return first, [command.name for command in found if command is not first]
 
 
-def refuse_other(command: Command) -> None:
+def refuse_other(command: VerlCommand) -> None:
     """Raises ConfigError for a program that is no training run."""
     if command.program.instead:
         raise ConfigError(f"{command.name}: {command.program.instead}")

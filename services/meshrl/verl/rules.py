@@ -1,6 +1,6 @@
 """What may become of a verl key: settings of a recipe, nothing to say because the mesh does it anyway, or a refusal.
 
-A rule is a key and a function from its value (and all that was given) to an `Answer`. The table is made of them.
+A rule is a key and a function from its value (and all that was given) to an `Conversion`. The table is made of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from meshrl.verl.programs import Program
+from meshrl.verl.programs import VerlProgram
 
 UNSET: Any = object()
 """No value."""
@@ -23,7 +23,7 @@ KEYWORD = "--*"
 """An argument that is named as the rest of the key is."""
 
 
-class Status(StrEnum):
+class KeyStatus(StrEnum):
     """What became of a key."""
 
     MAPPED = "mapped"
@@ -35,10 +35,10 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Conversion:
     """What one key becomes."""
 
-    status: Status = Status.MAPPED
+    status: KeyStatus = KeyStatus.MAPPED
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a recipe."""
     note: str = ""
@@ -54,7 +54,7 @@ class Given:
         self,
         values: Mapping[str, Any],
         defaults: Mapping[str, Any],
-        program: Program = Program(),  # noqa: B008 - frozen
+        program: VerlProgram = VerlProgram(),  # noqa: B008 - frozen
     ) -> None:
         self.values = {**program.defaults, **values}
         self.program = program
@@ -84,11 +84,11 @@ class Given:
         return int(self.get("data.max_prompt_length")) + int(self.get("data.max_response_length"))
 
 
-Convert = Callable[[Any, Given], Answer]
+Convert = Callable[[Any, Given], Conversion]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class KeyRule:
     """What becomes of a key; one that ends in `.*` stands for everything below it."""
 
     key: str
@@ -111,69 +111,71 @@ class Rule:
         return key == f"{before}{name}{after}" and "." not in name
 
 
-def same(key: str, ours: str, default: Any = UNSET, *, note: str = "") -> Rule:
+def same(key: str, ours: str, default: Any = UNSET, *, note: str = "") -> KeyRule:
     """The same number under another name; `default` is verl's where a recipe's may differ."""
 
-    def convert(value: Any, given: Given) -> Answer:
-        return Answer(settings={ours: value}, note=note)
+    def convert(value: Any, given: Given) -> Conversion:
+        return Conversion(settings={ours: value}, note=note)
 
     return rule(key, convert, default)
 
 
-def rule(key: str, convert: Convert, default: Any = UNSET) -> Rule:
+def rule(key: str, convert: Convert, default: Any = UNSET) -> KeyRule:
     """Any conversion; with a `default` also where the key is not given."""
     known = None if default is UNSET else default
-    return Rule(key=key, convert=convert, default=known, take_default=default is not UNSET)
+    return KeyRule(key=key, convert=convert, default=known, take_default=default is not UNSET)
 
 
-def within(key: str, why: str, default: Any = None) -> Rule:
+def within(key: str, why: str, default: Any = None) -> KeyRule:
     """The mesh does so by default."""
-    return Rule(key=key, convert=lambda value, given: Answer(note=why), default=default)
+    return KeyRule(key=key, convert=lambda value, given: Conversion(note=why), default=default)
 
 
-def ignored(key: str, why: str) -> Rule:
+def ignored(key: str, why: str) -> KeyRule:
     """Of no consequence here."""
-    return Rule(key=key, convert=lambda value, given: Answer(status=Status.IGNORED, note=why))
+    return KeyRule(
+        key=key, convert=lambda value, given: Conversion(status=KeyStatus.IGNORED, note=why)
+    )
 
 
-def ignored_below(section: str, names: Iterable[str], why: str) -> Iterator[Rule]:
+def ignored_below(section: str, names: Iterable[str], why: str) -> Iterator[KeyRule]:
     """Of no consequence here: these keys of a section, each named."""
     for name in names:
         yield ignored(f"{section}.{name}", why)
 
 
-def unnamed(section: str) -> Rule:
+def unnamed(section: str) -> KeyRule:
     """Every other key of a section: refused unless it is switched off, because nobody here knows what it changes."""
     instead = "not known here: it may change the run; leave it out if it changes speed, memory or logging only"
     return replace(refused(f"{section}.*", instead), unnamed=True)
 
 
-def unless(switch: str, section: str, why: str, instead: str) -> Rule:
+def unless(switch: str, section: str, why: str, instead: str) -> KeyRule:
     """A whole section that counts only while its key `switch` is on."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         on = given.get(f"{section}.{switch}", None) not in (None, False, "")
-        return no(instead) if on else Answer(status=Status.IGNORED, note=why)
+        return no(instead) if on else Conversion(status=KeyStatus.IGNORED, note=why)
 
-    return Rule(key=f"{section}.*", convert=convert)
+    return KeyRule(key=f"{section}.*", convert=convert)
 
 
 def refused(
     key: str, instead: str, off: Sequence[Any] = (None, False, "", [], {}), default: Any = None
-) -> Rule:
+) -> KeyRule:
     """Refused unless it is switched off."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if value in off or value == default:
-            return Answer(status=Status.IGNORED, note="switched off")
-        return Answer(status=Status.REFUSED, note=instead)
+            return Conversion(status=KeyStatus.IGNORED, note="switched off")
+        return Conversion(status=KeyStatus.REFUSED, note=instead)
 
-    return Rule(key=key, convert=convert, default=default)
+    return KeyRule(key=key, convert=convert, default=default)
 
 
-def no(instead: str) -> Answer:
+def no(instead: str) -> Conversion:
     """A refusal."""
-    return Answer(status=Status.REFUSED, note=instead)
+    return Conversion(status=KeyStatus.REFUSED, note=instead)
 
 
 def expanded(path: Any) -> str:

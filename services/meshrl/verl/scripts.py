@@ -18,7 +18,7 @@ from meshrl.contract.types import Json
 from meshrl.sandbox.limits import Limits
 from meshrl.sandbox.sandbox import StrictSandbox, no_bubblewrap
 from meshrl.verl import shell
-from meshrl.verl.programs import Command, Program, chosen
+from meshrl.verl.programs import VerlCommand, VerlProgram, chosen
 
 PROGRAM = ("-P", "-m", "meshrl.sandbox.commands")
 LIMITS = Limits(deadline_s=10.0, processes=64, open_files=256)
@@ -36,7 +36,7 @@ def started(
     environment: Mapping[str, str],
     path: Path | None = None,
     arguments: Sequence[str] = (),
-) -> tuple[Command, list[str]]:
+) -> tuple[VerlCommand, list[str]]:
     """The command of `script` that trains, and the names of the other programs that it starts.
 
     Args:
@@ -71,14 +71,14 @@ def seen(environment: Mapping[str, str], passed: Sequence[str]) -> dict[str, str
     return variables
 
 
-def pasted(script: str, environment: Mapping[str, str]) -> tuple[Command, list[str]]:
+def pasted(script: str, environment: Mapping[str, str]) -> tuple[VerlCommand, list[str]]:
     """As `started`, by reading: nothing is run."""
     statements = shell.commands(script, environment)
     command, others = chosen(statements)
     if command is not None:
         return command, others
     if len(statements) == 1 and all("=" in word for word in statements[0]):
-        return Command(name="", arguments=tuple(statements[0]), program=Program()), []
+        return VerlCommand(name="", arguments=tuple(statements[0]), program=VerlProgram()), []
     raise ConfigError(NO_COMMAND)
 
 

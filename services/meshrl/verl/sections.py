@@ -8,11 +8,11 @@ from typing import Any
 from meshrl.verl import names
 from meshrl.verl.conversions import compute_type
 from meshrl.verl.rules import (
-    Answer,
+    Conversion,
     Convert,
     Given,
-    Rule,
-    Status,
+    KeyRule,
+    KeyStatus,
     ignored_below,
     no,
     refused,
@@ -36,7 +36,7 @@ _MEGATRON_LAYERS = {
 }
 
 
-def engine(at: str, keys: tuple[str, ...]) -> Iterator[Rule]:
+def engine(at: str, keys: tuple[str, ...]) -> Iterator[KeyRule]:
     """One training engine's section: what changes no number, and what does."""
     if at.startswith(ACTOR):
         yield rule(f"{at}.router_replay.mode", router_replay)
@@ -54,7 +54,7 @@ def engine(at: str, keys: tuple[str, ...]) -> Iterator[Rule]:
         yield refused(f"{at}.{name}.*", MODEL_CHANGES)
 
 
-def _types(at: str) -> Iterator[Rule]:
+def _types(at: str) -> Iterator[KeyRule]:
     """What weights, products and sums of gradients are kept in: the policy's keys say it for all models here."""
     policy = at.startswith(ACTOR) or at == "engine"
     others = "every model computes in model.param_dtype"
@@ -75,23 +75,23 @@ def _types(at: str) -> Iterator[Rule]:
 
 
 def _weights(at: str) -> Convert:
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if value in (None, "fp32", "float32"):
-            return Answer(note="master weights are float32")
+            return Conversion(note="master weights are float32")
         if f"{at}.dtype" in given or f"{at}.mixed_precision.param_dtype" in given:
-            return Answer(note="the compute type is given; master weights stay float32")
+            return Conversion(note="the compute type is given; master weights stay float32")
         answer = compute_type(value, given)
-        if answer.status is Status.REFUSED:
+        if answer.status is KeyStatus.REFUSED:
             return answer
         note = (
             f"compute type; master weights stay float32, where verl rounds each update to {value}"
         )
-        return Answer(settings=answer.settings, note=note)
+        return Conversion(settings=answer.settings, note=note)
 
     return convert
 
 
-def _balance(at: str) -> Iterator[Rule]:
+def _balance(at: str) -> Iterator[KeyRule]:
     """How busy experts are kept: Megatron's names."""
     yield same(f"{at}.moe_router_bias_update_rate", "actor.moe_router_bias_update_rate")
     yield refused(
@@ -105,18 +105,20 @@ def _balance(at: str) -> Iterator[Rule]:
     yield refused(f"{at}.moe_router_dtype", types)
 
 
-def router_replay(value: Any, given: Given) -> Answer:
+def router_replay(value: Any, given: Given) -> Conversion:
     """R3 replays the sampler's experts; R2 those of the pass that computes old log-probs, which is no key here."""
     if value in (None, "disabled"):
-        return Answer(note="routers choose")
+        return Conversion(note="routers choose")
     if value == "R3":
-        return Answer(settings={"rollout.routing_replay": True}, note="of vLLM, SGLang and torch")
+        return Conversion(
+            settings={"rollout.routing_replay": True}, note="of vLLM, SGLang and torch"
+        )
     return no(
         f"{value}: only the sampler's experts are replayed here; want R3, rollout.routing_replay"
     )
 
 
-def engines(at: str, *others: str) -> Iterator[Rule]:
+def engines(at: str, *others: str) -> Iterator[KeyRule]:
     """Every engine's section below `at`, and `others`, which hold what `fsdp` does."""
     for name, keys in names.ENGINES.items():
         yield from engine(f"{at}.{name}", keys)
@@ -127,19 +129,19 @@ def engines(at: str, *others: str) -> Iterator[Rule]:
     yield from ignored_below(f"{at}.profiler", names.PROFILER, bookkeeping)
 
 
-def quantized(at: str) -> Iterator[Rule]:
+def quantized(at: str) -> Iterator[KeyRule]:
     """Quantisation-aware training."""
     yield refused(f"{at}.enable", QUANTIZED, (None, False), False)
     yield unless("enable", at, "qat.enable is off", QUANTIZED)
 
 
-def tokens_ahead(at: str) -> Iterator[Rule]:
+def tokens_ahead(at: str) -> Iterator[KeyRule]:
     """Multi-token prediction."""
     yield refused(f"{at}.enable", TOKENS_AHEAD, (None, False), False)
     yield unless("enable", at, "mtp.enable is off", TOKENS_AHEAD)
 
 
-def lora(at: str) -> Iterator[Rule]:
+def lora(at: str) -> Iterator[KeyRule]:
     """Verl's LoRA for Megatron: one more spelling, with an alpha of 32."""
     yield rule(f"{at}.rank", _rank(at))
     yield same(f"{at}.alpha", "model.lora_alpha")
@@ -158,35 +160,35 @@ def lora(at: str) -> Iterator[Rule]:
 
 
 def _rank(at: str) -> Convert:
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         settings = {"model.lora_rank": value}
         if value and f"{at}.alpha" not in given:
             settings["model.lora_alpha"] = 32
-        return Answer(settings=settings)
+        return Conversion(settings=settings)
 
     return convert
 
 
 def _kind(at: str) -> Convert:
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if value in (None, "lora") or not given.get(f"{at}.rank", 0):
-            return Answer(status=Status.IGNORED, note="plain LoRA, or no adapters")
+            return Conversion(status=KeyStatus.IGNORED, note="plain LoRA, or no adapters")
         if value != "dora":
             return no("adapters are LoRA or DoRA of matrices as transformers has them")
-        return Answer(settings={"model.use_dora": True})
+        return Conversion(settings={"model.use_dora": True})
 
     return convert
 
 
 def _layers(at: str) -> Convert:
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if not given.get(f"{at}.rank", 0):
-            return Answer(status=Status.IGNORED, note="no adapters: lora.rank is 0")
+            return Conversion(status=KeyStatus.IGNORED, note="no adapters: lora.rank is 0")
         listed = [value] if isinstance(value, str) else list(value)
         if unknown := [name for name in listed if name not in _MEGATRON_LAYERS]:
             return no(f"{unknown[0]} is no layer that is known here: set model.target_modules")
         found = [layer for name in listed for layer in _MEGATRON_LAYERS[name]]
-        return Answer(settings={"model.target_modules": found}, note="Megatron's fused layers")
+        return Conversion(settings={"model.target_modules": found}, note="Megatron's fused layers")
 
     return convert
 
@@ -205,23 +207,25 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
 def schedule_of(*ours: str) -> Convert:
     """An engine that is chosen brings a schedule of its own where the command gives none."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         found = _SCHEDULES.get(str(value), {})
         settings = {f"{optim}.{name}": each for optim in ours for name, each in found.items()}
-        return Answer(settings=settings, note="which engine of verl's trains, with its schedule")
+        return Conversion(
+            settings=settings, note="which engine of verl's trains, with its schedule"
+        )
 
     return convert
 
 
-def _counted(value: Any, given: Given) -> Answer:
+def _counted(value: Any, given: Given) -> Conversion:
     if value is False:
-        return Answer(note="as here: a step has the rate that is due at its end")
-    return Answer(
+        return Conversion(note="as here: a step has the rate that is due at its end")
+    return Conversion(
         note="rates are a step ahead of verl's here: the first step has one, verl's has 0"
     )
 
 
-def optimizer(verl: str, ours: str) -> Iterator[Rule]:
+def optimizer(verl: str, ours: str) -> Iterator[KeyRule]:
     """What the optimizers of verl's engines have besides a rate and a decay."""
     yield rule(f"{verl}.optimizer", _named(f"{ours}.name"))
     yield rule(f"{verl}.name", _named(f"{ours}.name"))
@@ -230,7 +234,7 @@ def optimizer(verl: str, ours: str) -> Iterator[Rule]:
     yield refused(f"{verl}.override_optimizer_config", "options of another optimizer")
     yield rule(f"{verl}.zero_indexed_step", _counted)
     muon = "the numbers of Muon are torch's here"
-    yield from (Rule(key=f"{verl}.{name}", convert=_of_muon(verl, muon)) for name in names.MUON)
+    yield from (KeyRule(key=f"{verl}.{name}", convert=_of_muon(verl, muon)) for name in names.MUON)
     for name in ("lr_decay_style", "decay_type"):
         yield rule(f"{verl}.{name}", _decay(f"{ours}.lr_scheduler_type"))
     for name in ("min_lr", "lr_min"):
@@ -252,30 +256,30 @@ def optimizer(verl: str, ours: str) -> Iterator[Rule]:
 
 
 def _named(ours: str) -> Convert:
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         match str(value).lower():
             case "none" | "adamw" | "adam" | "fusedadam":
-                return Answer(note="AdamW")
+                return Conversion(note="AdamW")
             case "muon":
-                return Answer(settings={ours: "muon"})
+                return Conversion(settings={ours: "muon"})
         return no(f"there is no optimizer {value!r}: {ours} is adamw or muon")
 
     return convert
 
 
 def _of_muon(verl: str, instead: str) -> Convert:
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if str(given.get(f"{verl}.optimizer", "")).lower() == "muon":
             return no(instead)
-        return Answer(status=Status.IGNORED, note="the optimizer is not Muon")
+        return Conversion(status=KeyStatus.IGNORED, note="the optimizer is not Muon")
 
     return convert
 
 
 def _decay(ours: str) -> Convert:
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if value in (None, "constant", "cosine", "linear"):
-            return Answer(settings={ours: value} if value else {})
+            return Conversion(settings={ours: value} if value else {})
         return no(f"there is no schedule {value!r}: {ours} is constant, cosine or linear")
 
     return convert
@@ -284,11 +288,11 @@ def _decay(ours: str) -> Convert:
 def _share(verl: str, ours: str) -> Convert:
     """A rate as a share of the highest one."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if not value:
-            return Answer(note="0")
+            return Conversion(note="0")
         rate = float(given.get(f"{verl}.lr"))
         note = f"{value} / a rate of {rate:g}"
-        return Answer(settings={ours: float(value) / rate}, note=note)
+        return Conversion(settings={ours: float(value) / rate}, note=note)
 
     return convert

@@ -9,7 +9,7 @@ from meshrl.verl import names, sections, tools
 from meshrl.verl.conversions import BUDGET, ROLLOUT
 from meshrl.verl.rules import (
     ANY_NAME,
-    Rule,
+    KeyRule,
     ignored,
     ignored_below,
     refused,
@@ -23,7 +23,7 @@ from meshrl.verl.rules import (
 NO_MEANING = "a service of its own, nothing to share"
 
 
-def rollout() -> Iterator[Rule]:
+def rollout() -> Iterator[KeyRule]:
     """Sampling and the engine."""
     yield rule(f"{ROLLOUT}.name", to.engine)
     yield same(f"{ROLLOUT}.n", "rollout.n", 1)
@@ -148,7 +148,7 @@ def rollout() -> Iterator[Rule]:
     yield unnamed(ROLLOUT)
 
 
-def reward() -> Iterator[Rule]:
+def reward() -> Iterator[KeyRule]:
     """Reward functions and models."""
     for at in ("reward.custom_reward_function", "custom_reward_function"):
         yield rule(f"{at}.path", to.path_to("reward.custom_reward_function.path"))
@@ -240,13 +240,13 @@ def reward() -> Iterator[Rule]:
         yield unnamed(at)
 
 
-def _overlong(at: str) -> Iterator[Rule]:
+def _overlong(at: str) -> Iterator[KeyRule]:
     for name in ("enable", "len", "penalty_factor"):
         yield same(f"{at}.{name}", f"algorithm.overlong_buffer.{name}")
     yield ignored(f"{at}.log", "metrics always hold it")
 
 
-def trainer() -> Iterator[Rule]:
+def trainer() -> Iterator[KeyRule]:
     """Length and bookkeeping of a run."""
     yield rule("async_training.staleness_threshold", to.staleness_threshold)
     yield within("async_training.trigger_parameter_sync_step", "see staleness_threshold")
@@ -326,7 +326,7 @@ def trainer() -> Iterator[Rule]:
     yield unnamed("trainer")
 
 
-def elsewhere() -> Iterator[Rule]:
+def elsewhere() -> Iterator[KeyRule]:
     """Sections of verl that concern nothing here."""
     yield rule("distillation.enabled", to.teacher)
     read = "with distillation.enabled"

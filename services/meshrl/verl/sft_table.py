@@ -12,10 +12,10 @@ from meshrl.trainer.offline.config import SftConfig
 from meshrl.verl import conversions as to
 from meshrl.verl import names, sections
 from meshrl.verl.rules import (
-    Answer,
+    Conversion,
     Convert,
     Given,
-    Rule,
+    KeyRule,
     as_list,
     expanded,
     ignored,
@@ -34,12 +34,12 @@ RANKS = "ranks: torchrun --nproc-per-node N -m meshrl.cli sft RECIPE"
 
 
 @cache
-def rules() -> tuple[Rule, ...]:
+def rules() -> tuple[KeyRule, ...]:
     """Every rule, in the order in which keys are reported and a recipe is written."""
     return (*_model(), *_data(), *_optimizer(), *_engine(), *_trainer())
 
 
-def _model() -> Iterator[Rule]:
+def _model() -> Iterator[KeyRule]:
     for key in ("model.path", "model.partial_pretrain"):
         yield rule(key, to.model_path)
     yield rule("model.tokenizer_path", to.path_to("model.tokenizer_path"))
@@ -78,7 +78,7 @@ def _model() -> Iterator[Rule]:
     yield unnamed("model")
 
 
-def _data() -> Iterator[Rule]:
+def _data() -> Iterator[KeyRule]:
     yield rule("data.train_files", to.files_to("train_files"), "~/data/gsm8k/train.parquet")
     yield rule("data.val_files", to.files_to("val_files"))
     yield same("data.train_batch_size", "batch_rows", 256)
@@ -123,40 +123,40 @@ def _data() -> Iterator[Rule]:
 
 
 def _tokens(*, dynamic: bool) -> Convert:
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         packed = bool(given.get("data.use_dynamic_bsz"))
         if packed != dynamic:
-            return Answer(note="data.use_dynamic_bsz decides")
+            return Conversion(note="data.use_dynamic_bsz decides")
         longest = int(given.get("data.max_length"))
         tokens = int(value) if dynamic else int(value) * longest
         note = (
             "" if dynamic else f"{value} rows x {longest} tokens (the same gradient for any split)"
         )
-        return Answer(settings={"max_tokens_per_pack": max(tokens, longest)}, note=note)
+        return Conversion(settings={"max_tokens_per_pack": max(tokens, longest)}, note=note)
 
     return convert
 
 
-def _samples(value: Any, given: Given) -> Answer:
+def _samples(value: Any, given: Given) -> Conversion:
     if value is None or int(value) < 0:
-        return Answer(settings={"val_max_samples": 1_000_000}, note="all")
-    return Answer(settings={"val_max_samples": int(value)})
+        return Conversion(settings={"val_max_samples": 1_000_000}, note="all")
+    return Conversion(settings={"val_max_samples": int(value)})
 
 
 def _column(name: str) -> Convert:
     """A column or an option that `meshrl sft` reads by the same name, where it does."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if value in (None, "", {}):
-            return Answer(note="none")
+            return Conversion(note="none")
         if name in SftConfig.model_fields:
-            return Answer(settings={name: value})
+            return Conversion(settings={name: value})
         return no("rows have a prompt and a response: prompt_key, response_key")
 
     return convert
 
 
-def _optimizer() -> Iterator[Rule]:
+def _optimizer() -> Iterator[KeyRule]:
     yield same("optim.lr", "optim.lr", 1e-3)
     yield same("optim.weight_decay", "optim.weight_decay", 0.01)
     yield same("optim.clip_grad", "optim.clip_grad", 1.0)
@@ -173,7 +173,7 @@ def _optimizer() -> Iterator[Rule]:
     yield unnamed("optim")
 
 
-def _engine() -> Iterator[Rule]:
+def _engine() -> Iterator[KeyRule]:
     """The section `engine` is one of verl's four; `engine=megatron` chooses it."""
     for key in ("engine", "model"):
         yield ignored(key, "a config group of verl's own")
@@ -188,7 +188,7 @@ def _engine() -> Iterator[Rule]:
     yield unnamed("engine")
 
 
-def _trainer() -> Iterator[Rule]:
+def _trainer() -> Iterator[KeyRule]:
     yield rule("trainer.default_local_dir", to.path_to("output_dir"))
     yield same("trainer.total_training_steps", "steps")
     yield rule("trainer.total_epochs", _epochs, 4)
@@ -211,10 +211,10 @@ def _trainer() -> Iterator[Rule]:
     yield unnamed("trainer")
 
 
-def _epochs(value: Any, given: Given) -> Answer:
+def _epochs(value: Any, given: Given) -> Conversion:
     """Epochs as steps, where the files are on this machine; otherwise nobody knows how many rows there are."""
     if "trainer.total_training_steps" in given:
-        return Answer(note="trainer.total_training_steps")
+        return Conversion(note="trainer.total_training_steps")
     rows = 0
     for path in as_list(given.get("data.train_files")):
         try:
@@ -223,7 +223,7 @@ def _epochs(value: Any, given: Given) -> Answer:
             return no(f"set steps: {value} epochs of a file that is not on this machine")
     batch = int(given.get("data.train_batch_size"))
     steps = max(1, int(value) * (rows // batch))
-    return Answer(settings={"steps": steps}, note=f"{value} epochs of {rows} rows / {batch}")
+    return Conversion(settings={"steps": steps}, note=f"{value} epochs of {rows} rows / {batch}")
 
 
 def _rows(path: str) -> int:
@@ -236,23 +236,23 @@ def _rows(path: str) -> int:
 def _every(ours: str) -> Convert:
     """Steps between two; `after_each_epoch` is not known here."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if isinstance(value, int) and value > 0:
-            return Answer(settings={ours: value})
+            return Conversion(settings={ours: value})
         if value in (None, -1, 0):
-            return Answer(note="at the end")
+            return Conversion(note="at the end")
         return no(f"{ours} is a number of steps")
 
     return convert
 
 
-def _kept(value: Any, given: Given) -> Answer:
+def _kept(value: Any, given: Given) -> Conversion:
     if value is None:
-        return Answer(settings={"max_ckpt_to_keep": 1_000_000}, note="all")
-    return Answer(settings={"max_ckpt_to_keep": math.ceil(value)})
+        return Conversion(settings={"max_ckpt_to_keep": 1_000_000}, note="all")
+    return Conversion(settings={"max_ckpt_to_keep": math.ceil(value)})
 
 
-def _resume(value: Any, given: Given) -> Answer:
+def _resume(value: Any, given: Given) -> Conversion:
     if value in ("auto", "disable", None):
-        return Answer(settings={"resume_mode": value} if value else {})
+        return Conversion(settings={"resume_mode": value} if value else {})
     return no("resume_mode is auto or disable")

@@ -9,7 +9,7 @@ from meshrl.verl import conversions as to
 from meshrl.verl import sections, services_table
 from meshrl.verl.conversions import ACTOR, BUDGET, MODEL, PACKS
 from meshrl.verl.rules import (
-    Rule,
+    KeyRule,
     ignored,
     ignored_below,
     refused,
@@ -42,7 +42,7 @@ WORKER_KEYS = (
 
 
 @cache
-def rules() -> tuple[Rule, ...]:
+def rules() -> tuple[KeyRule, ...]:
     """Every rule, in the order in which keys are reported and a recipe is written."""
     return (
         *_model(),
@@ -59,7 +59,7 @@ def rules() -> tuple[Rule, ...]:
     )
 
 
-def _model() -> Iterator[Rule]:
+def _model() -> Iterator[KeyRule]:
     yield rule(f"{MODEL}.path", to.model_path, "~/models/deepseek-llm-7b-chat")
     yield rule(f"{MODEL}.tokenizer_path", to.path_to("model.tokenizer_path"))
     yield within(f"{MODEL}.use_remove_padding", "rows are packed always", True)
@@ -99,7 +99,7 @@ def _model() -> Iterator[Rule]:
     yield unnamed(MODEL)
 
 
-def _data() -> Iterator[Rule]:
+def _data() -> Iterator[KeyRule]:
     yield rule(
         "data.train_files", to.files_to("data.train_files"), "~/data/rlhf/gsm8k/train.parquet"
     )
@@ -174,7 +174,7 @@ def _data() -> Iterator[Rule]:
     yield unnamed("data")
 
 
-def _algorithm() -> Iterator[Rule]:
+def _algorithm() -> Iterator[KeyRule]:
     at = "algorithm"
     yield rule(
         f"{at}.adv_estimator",
@@ -220,7 +220,7 @@ def _algorithm() -> Iterator[Rule]:
         yield rule(f"{at}.{name}", to.prime(f"algorithm.prime.{name}"))
 
 
-def _actor() -> Iterator[Rule]:
+def _actor() -> Iterator[KeyRule]:
     yield rule(
         f"{ACTOR}.strategy",
         to.only(
@@ -293,7 +293,7 @@ def _actor() -> Iterator[Rule]:
     yield same(f"{ACTOR}.freeze_vision_tower", "model.freeze_vision_tower")
 
 
-def _optimizer(verl: str, ours: str, lr: float) -> Iterator[Rule]:
+def _optimizer(verl: str, ours: str, lr: float) -> Iterator[KeyRule]:
     for name, default in (
         ("lr", lr),
         ("weight_decay", 0.01),
@@ -326,10 +326,10 @@ def _optimizer(verl: str, ours: str, lr: float) -> Iterator[Rule]:
         yield unnamed(ACTOR)
 
 
-def _critic() -> Iterator[Rule]:
+def _critic() -> Iterator[KeyRule]:
     yield rule("critic.model.path", to.critic_only(to.path_to("critic.path")))
     for found in _optimizer("critic.optim", "critic.optim", 1e-5):
-        yield Rule(
+        yield KeyRule(
             key=found.key,
             convert=to.critic_only(found.convert),
             default=found.default,
@@ -403,7 +403,7 @@ def _critic() -> Iterator[Rule]:
     yield unnamed("critic")
 
 
-def _reference() -> Iterator[Rule]:
+def _reference() -> Iterator[KeyRule]:
     dynamic = f"{REF}.log_prob_use_dynamic_bsz"
     yield rule(
         f"{REF}.log_prob_micro_batch_size_per_gpu",

@@ -11,7 +11,7 @@ from typing import Any
 from meshrl.common.plugins import known
 from meshrl.config.loading import read_yaml
 from meshrl.contract.errors import ConfigError
-from meshrl.verl.rules import Answer, Convert, Given, Status, expanded, no
+from meshrl.verl.rules import Conversion, Convert, Given, KeyStatus, expanded, no
 
 PROGRAM_OPTIONS = "rollout.program_options"
 OPTIONS = f"{PROGRAM_OPTIONS}.tools"
@@ -24,9 +24,9 @@ OWN = "name your functions or MCP servers in rollout.program_options: docs/how-t
 def tool_files(name: str) -> Convert:
     """`tool_config_path`, a YAML of tool classes, or `function_tool_path`, a Python file."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if not value:
-            return Answer(note="none")
+            return Conversion(note="none")
         path = Path(expanded(value))
         if name == "function_tool_path":
             return no(f"name each function of it: {OPTIONS}=['{path}:function', ...]")
@@ -39,36 +39,36 @@ def tool_files(name: str) -> Convert:
         found = [tool for several in tools for tool in several]
         if not found:
             return no(f"{path} has no tools: {OWN}")
-        return Answer(
+        return Conversion(
             settings={"rollout.program": "tools", OPTIONS: found}, note=f"the tools of {path}"
         )
 
     return convert
 
 
-def multi_turn(value: Any, given: Given) -> Answer:
+def multi_turn(value: Any, given: Given) -> Conversion:
     """Turns with tools."""
     if not value:
-        return Answer(note="one turn")
+        return Conversion(note="one turn")
     if not _has_tools(given):
         return no(f"rollout.program=tools; {OWN}")
-    return Answer(settings={"rollout.program": "tools"})
+    return Conversion(settings={"rollout.program": "tools"})
 
 
 def of_tools(ours: str) -> Convert:
     """An option of the program `tools`."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Conversion:
         if not given.get(f"{MULTI_TURN}.enable", False):
-            return Answer(status=Status.IGNORED, note="multi_turn.enable is off")
+            return Conversion(status=KeyStatus.IGNORED, note="multi_turn.enable is off")
         if not _has_tools(given):
             return no(f"{PROGRAM_OPTIONS}.{ours}, once there are tools")
-        return Answer(settings={} if value is None else {f"{PROGRAM_OPTIONS}.{ours}": value})
+        return Conversion(settings={} if value is None else {f"{PROGRAM_OPTIONS}.{ours}": value})
 
     return convert
 
 
-def tool_format(value: Any, given: Given) -> Answer:
+def tool_format(value: Any, given: Given) -> Conversion:
     """How the policy writes a call."""
     if value not in known(FORMATS) and given.get(f"{MULTI_TURN}.enable", False):
         return no(
@@ -77,7 +77,7 @@ def tool_format(value: Any, given: Given) -> Answer:
     return of_tools("format")(value, given)
 
 
-def tool_result(value: Any, given: Given) -> Answer:
+def tool_result(value: Any, given: Given) -> Conversion:
     """Characters in verl, tokens here: four characters are about one."""
     answer = of_tools("max_result_tokens")(max(1, int(value) // 4), given)
     return replace(answer, note=answer.note or f"{value} characters, four a token")

@@ -10,12 +10,12 @@ from meshrl.common.plain_text import harmless
 from meshrl.config.explain import value_text
 from meshrl.config.loading import in_yaml
 from meshrl.verl.migrate import Finding, Migration
-from meshrl.verl.rules import Status
+from meshrl.verl.rules import KeyStatus
 
 HEADINGS = {
-    Status.MAPPED: "mapped",
-    Status.IGNORED: "ignored: no meaning here, or only speed and memory",
-    Status.REFUSED: "refused: the recipe was made without these",
+    KeyStatus.MAPPED: "mapped",
+    KeyStatus.IGNORED: "ignored: no meaning here, or only speed and memory",
+    KeyStatus.REFUSED: "refused: the recipe was made without these",
 }
 
 
@@ -25,7 +25,7 @@ def recipe_text(migration: Migration) -> str:
         "# From a verl configuration: `meshrl config from-verl`. Where verl's default is another than ours, it is",
         "# written down; `conventions: verl` keeps verl's numbers where ours differ.",
     ]
-    for found in migration.of(Status.REFUSED):
+    for found in migration.of(KeyStatus.REFUSED):
         lines.append(harmless(f"# REFUSED {found.key}={value_text(found.value)}: {found.note}"))
     sections = {
         name: migration.tree[name]

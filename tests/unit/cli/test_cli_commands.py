@@ -16,7 +16,7 @@ from meshrl.cli import main
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.config import load_recipe, train_spec
 from meshrl.contract.types import Task
-from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, Entry
+from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, ServiceAddress
 from meshrl.rpc.queue_connection import open_stored_queue
 
 
@@ -155,7 +155,7 @@ def test_a_mesh_that_is_not_there_is_said_to_be_not_there(run: Run, command: str
 def test_a_mesh_that_does_not_run_is_said_not_to_run(run: Run, command: str) -> None:
     directory = Path("runs/demo")
     directory.mkdir(parents=True)
-    entry = Entry(kind="queue", host="127.0.0.1", port=1, metrics_port=2)
+    entry = ServiceAddress(kind="queue", host="127.0.0.1", port=1, metrics_port=2)
     address_book = AddressBook(
         run="demo", recipe=Path("runs/demo/recipe.yaml"), services={"queue": entry}
     )

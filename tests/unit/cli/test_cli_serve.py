@@ -18,7 +18,7 @@ from meshrl.cli.commands.serve import _node_rank
 from meshrl.config import load_recipe, train_spec
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import ROLLOUT_STAGE, Outcome, Task, Version, reward_stage
-from meshrl.launcher.address_book import Entry, free_port
+from meshrl.launcher.address_book import ServiceAddress, free_port
 from meshrl.launcher.service import is_serving
 from meshrl.rpc import credentials
 from meshrl.rpc.clients.queue import QueueClient
@@ -54,7 +54,7 @@ async def queue_service(tmp_path: Path) -> AsyncIterator[str]:
     process = await asyncio.create_subprocess_exec(
         *CLI, "serve", "queue", str(recipe(tmp_path)), "--port", str(port)
     )
-    entry = Entry(kind="queue", host="127.0.0.1", port=port, metrics_port=0)
+    entry = ServiceAddress(kind="queue", host="127.0.0.1", port=port, metrics_port=0)
     try:
         async with asyncio.timeout(120):
             while not await is_serving(entry):

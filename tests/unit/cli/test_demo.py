@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from meshrl.cli.commands.init import DEMO, recipes
-from meshrl.cli.demo.command import History, _report, _start_afresh, demo, draw_curves, summary
+from meshrl.cli.demo.command import DemoHistory, _report, _start_afresh, demo, draw_curves, summary
 from meshrl.cli.demo.prepare import programs
 from meshrl.config import load_recipe
 from meshrl.contract.errors import UserError
@@ -123,7 +123,7 @@ def test_the_summary_is_computed_from_the_metrics(tmp_path: Path) -> None:
         dead_lettered={},
         resident={"ready": 6},
     )
-    read = History.read(history(tmp_path))
+    read = DemoHistory.read(history(tmp_path))
     shown = summary(read, ledger, tmp_path / "export")
     assert (shown["accuracy_before"], shown["accuracy_after"]) == (0.1, 0.9)
     assert (shown["steps"], shown["samples"], shown["tokens"]) == (3, 24, 300)
@@ -139,7 +139,7 @@ def test_without_matplotlib_the_demo_ends_without_curves_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    said = draw_curves(History.read(history(tmp_path)), tmp_path / "curves.png")
+    said = draw_curves(DemoHistory.read(history(tmp_path)), tmp_path / "curves.png")
     assert said.startswith(f"no {tmp_path / 'curves.png'}: matplotlib is not installed")
     assert not (tmp_path / "curves.png").exists()
 
@@ -148,7 +148,7 @@ def test_a_run_that_left_no_history_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("")
     with pytest.raises(UserError, match="0 steps and 0 evaluations"):
-        History.read(path)
+        DemoHistory.read(path)
 
 
 def test_a_directory_that_is_no_demos_keeps_its_files(tmp_path: Path) -> None:

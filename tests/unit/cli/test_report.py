@@ -13,7 +13,7 @@ from rich.cells import cell_len
 
 from meshrl.cli import main
 from meshrl.cli.commands.queue import ledger_rows
-from meshrl.cli.report.charts import Chart, Curve, braille, svg
+from meshrl.cli.report.charts import Chart, ChartLine, braille, svg
 from meshrl.contract.types import Ledger
 
 from ...view_runs import HOSTILE, add_recipe, add_rows, add_steps
@@ -118,7 +118,7 @@ def test_two_runs_are_drawn_over_each_other_as_pictures(
 )
 @pytest.mark.parametrize("log", [False, True])
 def test_any_figures_can_be_drawn(values: list[float], log: bool) -> None:
-    curve = Curve("<b>", list(range(len(values))), values)
+    curve = ChartLine("<b>", list(range(len(values))), values)
     chart = Chart(title="a & b", curves=[curve, curve], log=log)
     ElementTree.fromstring(svg(chart))
     assert list(braille(chart, 40, 5))

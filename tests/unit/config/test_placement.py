@@ -18,7 +18,7 @@ from meshrl.cli.commands.serve import take_share
 from meshrl.common.device_share import DeviceShare, chosen_device
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.machine import GIB, AssumedMachine, Assumptions, ThisMachine, gpus_of, on_the_bus
-from meshrl.config.memory import Architecture
+from meshrl.config.memory import ModelShape
 from meshrl.config.placement import Placement, place
 from meshrl.contract.errors import CapacityError, ConfigError, UserError
 from meshrl.rollout.engines import sglang, vllm
@@ -318,10 +318,10 @@ def test_memory_that_does_not_suffice_is_named_with_what_would_take_less(tmp_pat
 def test_the_size_of_a_model_follows_from_its_config(
     config: Mapping[str, object], billions: float
 ) -> None:
-    model = Architecture.of(config)
+    model = ModelShape.of(config)
     assert model is not None
     assert model.parameters == pytest.approx(billions * 1e9, rel=0.002)
-    assert Architecture.of({"hidden_size": 8}) is None
+    assert ModelShape.of({"hidden_size": 8}) is None
 
 
 class Nvml:

@@ -18,7 +18,7 @@ from meshrl.config import changes, load_recipe
 from meshrl.config.explain import walk
 from meshrl.config.loading import anchored, save_recipe
 from meshrl.config.recipe import Recipe
-from meshrl.config.run_record import RunRecord, begin, changes_accepted, mark_fed
+from meshrl.config.run_record import RecordedRun, begin, changes_accepted, mark_fed
 from meshrl.contract.errors import MeshError, UserError
 
 TEXT = """
@@ -429,7 +429,7 @@ def test_a_directory_without_a_record_began_with_its_recipe() -> None:
             start(word)
         assert not (directory / "run.json").exists()
     assert len(start("actor.optim.lr=0.1")) == 1
-    record = RunRecord.load(directory)
+    record = RecordedRun.load(directory)
     assert record is not None and record.states[0].recipe == anchored(recipe())
     Path("train.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match=r"train\.jsonl is not as it was"):

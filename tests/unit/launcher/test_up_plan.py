@@ -18,7 +18,7 @@ from meshrl.contract.errors import CapacityError, ConfigError, NotFoundError, Us
 from meshrl.deploy.machines import Machines
 from meshrl.launcher.address_book import (
     AddressBook,
-    Entry,
+    ServiceAddress,
     free_port,
     is_up,
     newest_run_dir,
@@ -35,7 +35,7 @@ def recipe(tmp_path: Path, *overrides: str) -> Recipe:
     return load_recipe(path, overrides, check=False)
 
 
-def no_probe(entry: Callable[[], Entry]) -> Probe:
+def no_probe(entry: Callable[[], ServiceAddress]) -> Probe:
     return always_ready
 
 

@@ -18,7 +18,7 @@ from meshrl.contract.types import (
     Version,
     Waiting,
 )
-from meshrl.launcher.supervisor import State
+from meshrl.launcher.supervisor import ServiceState
 from meshrl.launcher.text_console import MergedLog
 from meshrl.launcher.view import (
     STUCK_S,
@@ -58,7 +58,8 @@ LEDGER = Ledger(
 
 def mesh_status() -> MeshStatus:
     made = MeshStatus(
-        run="demo", states={"rollout-0": State(phase="ready", restarts=1), "queue": State()}
+        run="demo",
+        states={"rollout-0": ServiceState(phase="ready", restarts=1), "queue": ServiceState()},
     )
     made.see(replace(STATUS, step=11, reward_mean=0.25, held_out_score=0.12))
     made.see(STATUS)
@@ -100,13 +101,17 @@ def test_the_view_shows_what_is_known() -> None:
 
 
 def test_a_view_of_nothing_yet_shows_who_starts() -> None:
-    made = MeshStatus(run="demo", states={"queue": State(phase="starting"), "trainer": State()})
+    made = MeshStatus(
+        run="demo", states={"queue": ServiceState(phase="starting"), "trainer": ServiceState()}
+    )
     text = drawn(live_view(made))
     assert "queue starting" in text and "trainer waiting" in text
 
 
 def test_a_replica_that_does_not_answer_shows_its_phase() -> None:
-    made = MeshStatus(run="demo", states={"rollout-0": State(phase="restarting", restarts=2)})
+    made = MeshStatus(
+        run="demo", states={"rollout-0": ServiceState(phase="restarting", restarts=2)}
+    )
     made.fleet["rollout-0"] = None
     assert "restarting · 2 restarts" in drawn(live_view(made))
 

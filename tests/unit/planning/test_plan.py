@@ -13,7 +13,7 @@ from meshrl.cli.root import main
 from meshrl.config.loading import load_recipe
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import OnUpdate
-from meshrl.planning.planner import Question, plan
+from meshrl.planning.planner import PlanQuestion, plan
 from meshrl.planning.scale import run_setting
 from meshrl.planning.setting import Lengths, Setting
 
@@ -103,7 +103,9 @@ def test_the_queue_also_renews_the_leases_of_those_who_hold_rows() -> None:
 
 
 def test_a_plan_renews_as_often_as_the_recipe_says() -> None:
-    asked = Question(gpus=8, rollout_gpus=4, params=1e9, tokens_per_s=4.0, train_tokens_per_s=1e6)
+    asked = PlanQuestion(
+        gpus=8, rollout_gpus=4, params=1e9, tokens_per_s=4.0, train_tokens_per_s=1e6
+    )
     words = ["data.train_batch_size=8", "rollout.slots=4"]
     loads = [
         plan(load_recipe(RECIPE, [*words, *more], check=False), asked).best.outlook.queue_load
@@ -122,7 +124,7 @@ def test_lengths_have_the_mean_and_the_percentile_that_were_asked_for() -> None:
 def test_the_best_split_leaves_no_better_one_among_those_tried() -> None:
     answer = plan(
         load_recipe(RECIPE, ["data.train_batch_size=8"], check=False),
-        Question(gpus=8, params=1e9, tokens_per_s=4000.0, train_tokens_per_s=2000.0),
+        PlanQuestion(gpus=8, params=1e9, tokens_per_s=4000.0, train_tokens_per_s=2000.0),
     )
     assert answer.best.outlook.samples_per_h == max(
         split.outlook.samples_per_h for split in answer.tried
@@ -133,13 +135,16 @@ def test_the_best_split_leaves_no_better_one_among_those_tried() -> None:
 @pytest.mark.parametrize(
     ("asked", "problem"),
     [
-        (Question(gpus=1), "--gpus 1: want at least 2"),
-        (Question(gpus=4, rollout_gpus=4), "--rollout-gpus 4: want a multiple"),
-        (Question(gpus=4, length_mean=1e6), "--length-mean 1e+06: no response is longer"),
-        (Question(gpus=4, length_mean=100, length_p99=50), "--length-p99 50: want 1 to 15 times"),
+        (PlanQuestion(gpus=1), "--gpus 1: want at least 2"),
+        (PlanQuestion(gpus=4, rollout_gpus=4), "--rollout-gpus 4: want a multiple"),
+        (PlanQuestion(gpus=4, length_mean=1e6), "--length-mean 1e+06: no response is longer"),
+        (
+            PlanQuestion(gpus=4, length_mean=100, length_p99=50),
+            "--length-p99 50: want 1 to 15 times",
+        ),
     ],
 )
-def test_a_question_without_an_answer_is_named(asked: Question, problem: str) -> None:
+def test_a_question_without_an_answer_is_named(asked: PlanQuestion, problem: str) -> None:
     with pytest.raises(UserError, match=problem.replace("+", r"\+")):
         plan(load_recipe(RECIPE, check=False), asked)
 

@@ -12,7 +12,7 @@ from meshrl.cli.root import main
 from meshrl.common import files
 from meshrl.common.files import check_owner, check_private_file, replace_file
 from meshrl.contract.errors import ConfigError
-from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, Entry, run_lock
+from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, ServiceAddress, run_lock
 from meshrl.rpc import credentials
 from meshrl.testing.contract.queue_actors import Actors, tasks
 from meshrl.transferqueue.backup import back_up
@@ -57,7 +57,7 @@ def test_a_command_goes_to_no_address_that_another_user_wrote(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(credentials.TOKEN_VARIABLE, "mine")
-    there = Entry(kind="trainer", host="127.0.0.1", port=1, metrics_port=0)
+    there = ServiceAddress(kind="trainer", host="127.0.0.1", port=1, metrics_port=0)
     AddressBook(run="a", recipe=foreign / "recipe.yaml", services={"trainer": there}).save(
         foreign / ADDRESS_BOOK_NAME
     )

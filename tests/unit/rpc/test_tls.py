@@ -15,7 +15,7 @@ from meshrl.cli.root import main
 from meshrl.client import Queue
 from meshrl.common.sockets import stays_here
 from meshrl.contract.errors import UserError
-from meshrl.launcher.address_book import AddressBook, Entry
+from meshrl.launcher.address_book import AddressBook, ServiceAddress
 from meshrl.launcher.service import is_serving
 from meshrl.rpc import credentials, tls
 from meshrl.rpc.clients.queue import QueueClient
@@ -126,7 +126,7 @@ async def test_health_is_asked_without_a_credential() -> None:
     settings = ServerSettings(metrics_port=None, drain_grace_s=0)
     async with GrpcServer(settings, [], interceptors=[seen]) as server:
         await server.ready()
-        entry = Entry(kind="", host="127.0.0.1", port=server.port, metrics_port=0)
+        entry = ServiceAddress(kind="", host="127.0.0.1", port=server.port, metrics_port=0)
         assert await is_serving(entry)
         assert "user-agent" in shown and "authorization" not in shown
 

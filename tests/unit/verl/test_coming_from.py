@@ -10,7 +10,7 @@ import yaml
 
 from meshrl.config import load_recipe
 from meshrl.verl import migrate
-from meshrl.verl.rules import Status
+from meshrl.verl.rules import KeyStatus
 
 from .verl_commands import command_words
 
@@ -39,7 +39,7 @@ def test_the_verl_command_becomes_the_recipe_beside_it(tmp_path: Path) -> None:
     found = re.search(r"^```\n(python3 -m verl.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     assert found is not None
     made = migrate(command_words(found[1], {}))
-    assert not made.of(Status.REFUSED)
+    assert not made.of(KeyStatus.REFUSED)
     says = leaves(made.tree)
     wanted = leaves(yaml.safe_load(block("yaml")))
     assert {key: says.get(key) for key in wanted} == wanted

@@ -15,7 +15,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.verl import migrate
 from meshrl.verl.migrate import Migration
 from meshrl.verl.programs import command_of
-from meshrl.verl.rules import Status
+from meshrl.verl.rules import KeyStatus
 from meshrl.verl.table import rules
 from meshrl.verl.written import recipe_text
 
@@ -257,14 +257,14 @@ def test_the_keys_that_users_write_most_all_map(
     written: str, says: dict[str, Any], tmp_path: Path
 ) -> None:
     made = migrate(command_words(written, {}))
-    assert {found.status for found in made.findings} == {Status.MAPPED}, made.findings
+    assert {found.status for found in made.findings} == {KeyStatus.MAPPED}, made.findings
     recipe = recipe_of(made, tmp_path)
     assert {key: at(recipe, key) for key in says} == says
 
 
 def test_a_grpo_command_says_the_same_here(tmp_path: Path) -> None:
     made = migrate(command_words(verl_commands.GRPO, {"HOME": "/h"}))
-    assert {found.status for found in made.findings} == {Status.MAPPED}
+    assert {found.status for found in made.findings} == {KeyStatus.MAPPED}
     recipe = recipe_of(made, tmp_path)
     assert (recipe.data.train_batch_size, recipe.rollout.n, recipe.actor.ppo_mini_batch_size) == (
         1024,
@@ -286,7 +286,7 @@ def test_a_grpo_command_says_the_same_here(tmp_path: Path) -> None:
 
 def test_a_ppo_command_says_the_same_here(tmp_path: Path) -> None:
     made = migrate(command_words(verl_commands.PPO, {"HOME": "/h"}))
-    assert {found.status for found in made.findings} == {Status.MAPPED}
+    assert {found.status for found in made.findings} == {KeyStatus.MAPPED}
     recipe = recipe_of(made, tmp_path)
     assert (recipe.algorithm.adv_estimator, recipe.critic.optim.lr, recipe.rollout.n) == (
         "gae",
@@ -299,7 +299,7 @@ def test_a_ppo_command_says_the_same_here(tmp_path: Path) -> None:
 
 def test_a_dapo_script_says_the_same_here(tmp_path: Path) -> None:
     made = migrate(command_words(verl_commands.DAPO, {"HOME": "/h"}))
-    assert not made.of(Status.REFUSED)
+    assert not made.of(KeyStatus.REFUSED)
     recipe = recipe_of(made, tmp_path)
     judged, overlong = recipe.algorithm.filter_groups, recipe.algorithm.overlong_buffer
     assert (judged.enable, judged.metric, judged.max_num_gen_batches, judged.oversample) == (
@@ -356,7 +356,7 @@ def test_a_share_of_warm_up_becomes_steps_or_asks_for_them(tmp_path: Path) -> No
     share = f"{A}.optim.lr_warmup_steps_ratio=0.1"
     made = migrate([share, "trainer.total_training_steps=55"])
     assert recipe_of(made, tmp_path).actor.optim.lr_warmup_steps == 5
-    (refused,) = migrate([share]).of(Status.REFUSED)
+    (refused,) = migrate([share]).of(KeyStatus.REFUSED)
     assert "set actor.optim.lr_warmup_steps" in refused.note
 
 
@@ -379,7 +379,7 @@ def test_a_learned_reward_model_becomes_a_judge(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_done_is_refused_with_what_to_do(written: str, said: str) -> None:
-    (refused,) = migrate([written]).of(Status.REFUSED)
+    (refused,) = migrate([written]).of(KeyStatus.REFUSED)
     assert said in refused.note
 
 
@@ -395,7 +395,7 @@ def test_a_teacher_becomes_the_reference(tmp_path: Path) -> None:
         f" {LOSS}.distillation_loss_coef=0.5 distillation.nnodes=1 {TEACHER}.inference.name=vllm"
     )
     made = migrate(words.split())
-    assert not made.of(Status.REFUSED)
+    assert not made.of(KeyStatus.REFUSED)
     recipe = recipe_of(made, tmp_path)
     assert str(recipe.reference.path) == "/t"
     # verl reads the coefficient beside rewards only.
@@ -412,10 +412,10 @@ def test_a_teacher_may_have_any_name_and_verls_own_entry_is_dropped_beside_it(
         f"distillation.enabled=True {ON_POLICY} {TEACHER}.model_path=/none +{TEACHERS}.math.model_path=/t"
         f" +{TEACHERS}.math.key=openai/gsm8k +{TEACHERS}.math.inference.max_model_len=2048".split()
     )
-    assert not made.of(Status.REFUSED)
+    assert not made.of(KeyStatus.REFUSED)
     assert str(recipe_of(made, tmp_path).reference.path) == "/t"
     (refused,) = migrate([f"{TEACHERS}.math.colour=red", "distillation.enabled=True"]).of(
-        Status.REFUSED
+        KeyStatus.REFUSED
     )[1:]
     assert "no such key of a teacher" in refused.note
 
@@ -436,12 +436,12 @@ def test_a_type_of_the_weights_is_the_type_of_the_products(tmp_path: Path) -> No
         ("mixed_precision.param_dtype=fp32", "float32"),
     ):
         made = migrate([f"{at}.{written}"])
-        assert not made.of(Status.REFUSED)
+        assert not made.of(KeyStatus.REFUSED)
         assert recipe_of(made, tmp_path).model.param_dtype == compute
     both = migrate([f"{at}.model_dtype=bfloat16", f"{at}.dtype=float32"])
     assert recipe_of(both, tmp_path).model.param_dtype == "float32"
     for written in ("model_dtype=fp16", "mixed_precision.reduce_dtype=bf16"):
-        assert migrate([f"{at}.{written}"]).of(Status.REFUSED)
+        assert migrate([f"{at}.{written}"]).of(KeyStatus.REFUSED)
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_a_type_of_the_weights_is_the_type_of_the_products(tmp_path: Path) -> No
     ],
 )
 def test_what_would_change_numbers_is_refused_and_not_ignored(written: str) -> None:
-    (refused,) = migrate([written]).of(Status.REFUSED)
+    (refused,) = migrate([written]).of(KeyStatus.REFUSED)
     assert refused.note
 
 
@@ -470,7 +470,7 @@ def test_a_rate_falls_until_the_step_that_is_named_and_warms_up_for_a_share_of_i
             f"{at}.lr_decay_style=cosine",
         ]
     )
-    assert not made.of(Status.REFUSED)
+    assert not made.of(KeyStatus.REFUSED)
     optim = recipe_of(made, tmp_path).actor.optim
     assert (optim.lr_decay_steps, optim.lr_warmup_steps) == (200, 20)
     started = migrate([f"{at}.lr_warmup_init=1e-7", f"{at}.lr=1e-6"])
@@ -490,10 +490,10 @@ def test_an_engine_brings_its_schedule_where_the_command_gives_none(tmp_path: Pa
 
 def test_positions_are_the_rows_business_unless_the_checkpoint_scales_them(tmp_path: Path) -> None:
     model, key = "actor_rollout_ref.model", "override_config.max_position_embeddings=32768"
-    assert not migrate([f"{model}.path=/none", f"+{model}.{key}"]).of(Status.REFUSED)
+    assert not migrate([f"{model}.path=/none", f"+{model}.{key}"]).of(KeyStatus.REFUSED)
     scaled = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
     (tmp_path / "config.json").write_text(json.dumps(scaled))
-    (refused,) = migrate([f"{model}.path={tmp_path}", f"+{model}.{key}"]).of(Status.REFUSED)
+    (refused,) = migrate([f"{model}.path={tmp_path}", f"+{model}.{key}"]).of(KeyStatus.REFUSED)
     assert "yarn" in refused.note
 
 
@@ -517,7 +517,7 @@ def test_a_teacher_that_tells_its_likeliest_tokens_is_a_loss(tmp_path: Path) -> 
         f" {LOSS}.topk=64 {LOSS}.use_chunked_topk=True"
     )
     made = migrate(words.split())
-    assert not made.of(Status.REFUSED)
+    assert not made.of(KeyStatus.REFUSED)
     teaches = recipe_of(made, tmp_path).algorithm.distillation
     assert (teaches.top_k, teaches.weight) == (64, 1)
     # verl's null bounds nothing.
@@ -540,13 +540,13 @@ def test_a_teacher_that_tells_its_likeliest_tokens_is_a_loss(tmp_path: Path) -> 
     ],
 )
 def test_another_distillation_is_refused_with_what_there_is(written: str, said: str) -> None:
-    (refused,) = migrate(["distillation.enabled=True", *written.split()]).of(Status.REFUSED)
+    (refused,) = migrate(["distillation.enabled=True", *written.split()]).of(KeyStatus.REFUSED)
     assert said in refused.note
 
 
 def test_the_trainers_machines_are_the_trainers_and_engines_have_their_own() -> None:
     report = migrate(["trainer.nnodes=2"])
-    (said,) = report.of(Status.MAPPED)
+    (said,) = report.of(KeyStatus.MAPPED)
     assert report.tree["trainer"]["nnodes"] == 2
     assert "meshrl slurm --nodes, or placement.machines" in said.note
 
@@ -554,7 +554,7 @@ def test_the_trainers_machines_are_the_trainers_and_engines_have_their_own() -> 
 def test_a_schedule_that_counts_from_0_is_a_step_behind() -> None:
     said = {}
     for value in ("True", "False"):
-        (found,) = migrate([f"{A}.optim.zero_indexed_step={value}"]).of(Status.MAPPED)
+        (found,) = migrate([f"{A}.optim.zero_indexed_step={value}"]).of(KeyStatus.MAPPED)
         said[value] = found.note
     assert "a step ahead of verl's" in said["True"] and "as here" in said["False"]
 
@@ -565,7 +565,7 @@ def test_variables_of_the_chat_template_go_along() -> None:
         "+data.apply_chat_template_kwargs.custom_key=x",
     ]
     report = migrate(words)
-    assert len(report.of(Status.MAPPED)) == 2
+    assert len(report.of(KeyStatus.MAPPED)) == 2
     variables = report.tree["data"]["apply_chat_template_kwargs"]
     assert variables == {"enable_thinking": False, "custom_key": "x"}
 
@@ -576,7 +576,7 @@ def test_what_has_no_meaning_here_is_ignored_with_a_reason() -> None:
         f"{M}.use_liger=True",
         "ray_kwargs.ray_init.num_cpus=4",
     ]
-    ignored = migrate(words).of(Status.IGNORED)
+    ignored = migrate(words).of(KeyStatus.IGNORED)
     assert len(ignored) == 3 and all(found.note for found in ignored)
 
 
@@ -600,8 +600,8 @@ def test_what_has_no_meaning_here_is_ignored_with_a_reason() -> None:
 )
 def test_a_key_that_the_table_does_not_name_is_refused_not_ignored(written: str) -> None:
     migration = migrate([written])
-    assert [found.key for found in migration.of(Status.REFUSED)] == [written.partition("=")[0]]
-    assert not migration.of(Status.IGNORED)
+    assert [found.key for found in migration.of(KeyStatus.REFUSED)] == [written.partition("=")[0]]
+    assert not migration.of(KeyStatus.IGNORED)
 
 
 @pytest.mark.parametrize(
@@ -625,14 +625,14 @@ def test_a_key_that_the_table_does_not_name_is_refused_not_ignored(written: str)
     ],
 )
 def test_a_key_of_nobody_is_refused_in_every_section_that_may_change_training(section: str) -> None:
-    (refused,) = migrate([f"{section}.zzz_unheard_of=4"]).of(Status.REFUSED)
+    (refused,) = migrate([f"{section}.zzz_unheard_of=4"]).of(KeyStatus.REFUSED)
     assert "known here" in refused.note
 
 
 def test_turns_of_a_conversation_are_refused_with_the_switch_and_ignored_without() -> None:
     turns = f"{R}.multi_turn.max_assistant_turns=4"
-    assert not migrate([turns]).of(Status.REFUSED)
-    refused = migrate([f"{R}.multi_turn.enable=True", turns]).of(Status.REFUSED)
+    assert not migrate([turns]).of(KeyStatus.REFUSED)
+    refused = migrate([f"{R}.multi_turn.enable=True", turns]).of(KeyStatus.REFUSED)
     assert len(refused) == 2
 
 

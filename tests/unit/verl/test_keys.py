@@ -16,7 +16,7 @@ import yaml
 
 from meshrl.verl import sft_table, table
 from meshrl.verl.migrate import _rule_of
-from meshrl.verl.rules import Given, Rule, Status
+from meshrl.verl.rules import Given, KeyRule, KeyStatus
 
 NAMES = Path(__file__).parents[2] / "fixtures" / "verl_keys.json"
 TABLES = {"rl": table.rules, "sft": sft_table.rules}
@@ -42,7 +42,7 @@ def test_no_wildcard_calls_a_key_that_is_on_a_matter_of_speed(kind: str) -> None
     assert wrong == []
 
 
-def ignores(rule: Rule) -> bool:
+def ignores(rule: KeyRule) -> bool:
     section = rule.key.removesuffix(".*")
     switches = ("enable", "enabled", "url", "rank")
     on = {f"{section}.{switch}": True for switch in switches}
@@ -51,7 +51,7 @@ def ignores(rule: Rule) -> bool:
     given = Given({**on, **others, f"{section}.unheard_of": "x"}, {})
     if section.endswith((".rollout.mtp", ".rollout.qat", "mm_processor_kwargs")):
         return False  # copies of the model's and the actor's sections; arguments of images, which are refused
-    return rule.convert("x", given).status is Status.IGNORED
+    return rule.convert("x", given).status is KeyStatus.IGNORED
 
 
 def written(package: Path) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.sandbox.sandbox import no_bubblewrap
 from meshrl.verl import migrate, scripts
 from meshrl.verl.programs import command_of
-from meshrl.verl.rules import Status
+from meshrl.verl.rules import KeyStatus
 from meshrl.verl.scripts import started
 
 sandboxed = pytest.mark.skipif(no_bubblewrap() is not None, reason=f"{no_bubblewrap()}")
@@ -159,7 +159,7 @@ def test_a_program_that_does_what_nothing_here_does_is_refused_and_read_as_ppo()
         command = command_of(["python3", "-m", name, "data.seed=1"])
         assert command is not None
         first = migrate(command.arguments, started=command).findings[0]
-        assert (first.key, first.status) == ("program", Status.REFUSED)
+        assert (first.key, first.status) == ("program", KeyStatus.REFUSED)
         assert said in first.note
 
 
@@ -304,15 +304,15 @@ def test_a_tool_that_only_verl_can_run_is_refused_with_the_file_and_the_class(
     file = tmp_path / "tools.yaml"
     file.write_text(yaml.safe_dump({"tools": [{"class_name": "a.Gsm8kTool", "config": {}}]}))
     made = migrate([f"data.tool_config_path={file}"])
-    assert made.findings[0].status is Status.REFUSED
+    assert made.findings[0].status is KeyStatus.REFUSED
     assert str(file) in made.findings[0].note and "Gsm8kTool" in made.findings[0].note
 
 
 def test_an_npu_refuses_its_key_and_not_the_script() -> None:
     made = migrate(["trainer.device=npu", "data.seed=3"])
     assert {found.key: found.status for found in made.findings} == {
-        "trainer.device": Status.REFUSED,
-        "data.seed": Status.MAPPED,
+        "trainer.device": KeyStatus.REFUSED,
+        "data.seed": KeyStatus.MAPPED,
     }
 
 
@@ -322,6 +322,6 @@ def test_what_is_said_of_a_key_is_true() -> None:
     assert sglang.tree["rollout"]["name"] == "sglang" and not sglang.findings[0].note
     on = migrate([f"{at}.multi_turn.enable=True", f"{at}.multi_turn.max_assistant_turns=2"])
     assert not any("is off" in found.note for found in on.findings)
-    assert all(found.status is Status.REFUSED for found in on.findings)
+    assert all(found.status is KeyStatus.REFUSED for found in on.findings)
     gpus = migrate(["rollout.nnodes=1", "rollout.n_gpus_per_node=8"])
     assert not any("did you mean" in found.note for found in gpus.findings)

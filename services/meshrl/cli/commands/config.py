@@ -82,8 +82,8 @@ def from_verl(
         raise UserError(f"{output} is there already; choose another, or give --force")
     from meshrl.verl import written
     from meshrl.verl.migrate import migrate
-    from meshrl.verl.programs import Command, Program, command_of
-    from meshrl.verl.rules import Status
+    from meshrl.verl.programs import VerlCommand, VerlProgram, command_of
+    from meshrl.verl.rules import KeyStatus
     from meshrl.verl.scripts import seen, started
 
     others: list[str] = []
@@ -92,12 +92,12 @@ def from_verl(
         path = None if str(script) == "-" else script
         ours, others = started(_text(script), environment, path, command)
     else:
-        ours = command_of(command) or Command(name="", arguments=command, program=Program())
+        ours = command_of(command) or VerlCommand(name="", arguments=command, program=VerlProgram())
     name = output.stem if output is not None else "migrated"
     migration = migrate(ours.arguments, files, name=name, started=ours, environment=environment)
     for other in others:
         say(f"the script also starts {other}: not translated", err=True)
-    refused = len(migration.of(Status.REFUSED))
+    refused = len(migration.of(KeyStatus.REFUSED))
     # The recipe owns stdout where it has no file.
     if as_json:
         say_json(written.as_json(migration), err=output is None)

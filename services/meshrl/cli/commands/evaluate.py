@@ -34,7 +34,7 @@ from meshrl.launcher.text_console import text_console
 from meshrl.rewardd.estimates import Estimate
 
 if TYPE_CHECKING:
-    from meshrl.launcher.evaluation import Report
+    from meshrl.launcher.evaluation import EvaluationReport
 
 
 @click.command("eval")
@@ -156,7 +156,7 @@ def _as_model(recipe: Recipe, source: Path) -> Iterator[Path]:
         )
 
 
-def _table(source: Path, report: Report) -> Table:
+def _table(source: Path, report: EvaluationReport) -> Table:
     table = Table(title=f"{source}", show_header=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column()
@@ -180,7 +180,7 @@ def _table(source: Path, report: Report) -> Table:
     return table
 
 
-def _sources(report: Report) -> Table:
+def _sources(report: EvaluationReport) -> Table:
     table = Table(title="by data source", title_justify="left")
     table.add_column("source")
     k = max(report.pass_at, default=1)
@@ -200,7 +200,7 @@ def _interval(found: Estimate | None) -> str:
     return "none" if found is None else f"{found.mean:.4f}  [{found.low:.4f}, {found.high:.4f}]"
 
 
-def _print_worst(console: Console, report: Report, count: int) -> None:
+def _print_worst(console: Console, report: EvaluationReport, count: int) -> None:
     """The answers with the lowest scores, each in three lines."""
     scored = [answer for answer in report.answers if answer.score is not None]
     for answer in sorted(scored, key=lambda answer: answer.score or 0.0)[:count]:

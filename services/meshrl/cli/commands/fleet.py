@@ -19,7 +19,7 @@ from rich.table import Table
 
 from meshrl.cli.find_mesh import (
     ANSWER_S,
-    Member,
+    FleetMember,
     Membership,
     MeshAddress,
     find_mesh,
@@ -202,7 +202,7 @@ def membership_json(membership: Membership) -> dict[str, Any]:
     }
 
 
-def _member_json(member: Member) -> dict[str, Any]:
+def _member_json(member: FleetMember) -> dict[str, Any]:
     replica, report = member.replica, member.report
     shown: dict[str, Any] = {
         "name": member.name,
@@ -262,7 +262,7 @@ def fleet_table(membership: Membership, width: int) -> Table:
     return table
 
 
-def _cells(member: Member) -> list[str]:
+def _cells(member: FleetMember) -> list[str]:
     replica, report = member.replica, member.report
     version = str(replica.version) if replica and replica.version else "–"
     carrier = (replica.carrier if replica else "") or "–"

@@ -18,10 +18,10 @@ def health(address: str) -> None:
     """Ask the service at HOST:PORT by grpc.health.v1; exit code 0 when it is SERVING, 1 when not."""
     host, port = _parse(address)
     # Imported here: with it comes gRPC, which `--help` can do without.
-    from meshrl.launcher.address_book import Entry
+    from meshrl.launcher.address_book import ServiceAddress
     from meshrl.launcher.service import is_serving
 
-    entry = Entry(kind="", host=host, port=port, metrics_port=0)
+    entry = ServiceAddress(kind="", host=host, port=port, metrics_port=0)
     serving = asyncio.run(is_serving(entry))
     say(f"{entry.address} is {'SERVING' if serving else 'NOT SERVING'}")
     sys.exit(Exit.DONE if serving else Exit.FAILED)

@@ -58,13 +58,13 @@ def plan(
 
     What is not given is assumed, and every assumption is printed.
     """
-    from meshrl.planning.planner import Plan, Question
+    from meshrl.planning.planner import FleetPlan, PlanQuestion
     from meshrl.planning.planner import plan as make
 
     if asked["step_s"] and asked["train_tokens_per_s"]:
         raise click.UsageError("--step-s and --train-tokens-per-s say the same: give one of them")
     loaded = load_recipe(recipe, overrides, check=False)
-    answer: Plan = make(loaded, Question(bandwidth=bandwidth * 1e9, **asked))
+    answer: FleetPlan = make(loaded, PlanQuestion(bandwidth=bandwidth * 1e9, **asked))
     if as_json:
         say_json(json.dumps(asdict(answer) | {"bottleneck": answer.best.bottleneck}))
         return

@@ -27,7 +27,7 @@ from meshrl.weights.fleet import FleetView, ReplicaView, fetch_fleet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class RunStatus:
     """What was found; None where a service did not answer."""
 
     state: RunState
@@ -93,11 +93,11 @@ def _print_history(history: RunHistory, as_json: bool) -> None:
     text_console().print(table)
 
 
-async def _ask(mesh: Mesh) -> Status:
+async def _ask(mesh: Mesh) -> RunStatus:
     async with connect_queue(mesh.queue, retry_s=RETRY_S) as client:
         state, ledger = await client.run_state(mesh.run), await client.ledger(mesh.run)
     answers = await asyncio.gather(*(_replica(address) for address in mesh.fleet.values()))
-    return Status(
+    return RunStatus(
         state=state,
         ledger=ledger,
         trainer=await _trainer(mesh.trainer) if mesh.trainer else None,
@@ -129,7 +129,7 @@ async def _replica(address: str) -> EngineStats | None:
             return None
 
 
-def _json(found: Status) -> dict[str, Any]:
+def _json(found: RunStatus) -> dict[str, Any]:
     trainer = found.trainer
     shown = None
     if trainer is not None:
@@ -160,7 +160,7 @@ def _weights_json(view: ReplicaView) -> dict[str, Any]:
     return shown
 
 
-def _table(mesh: Mesh, found: Status) -> Table:
+def _table(mesh: Mesh, found: RunStatus) -> Table:
     table = Table(title=f"run {mesh.run}", show_header=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column()

@@ -111,7 +111,7 @@ def _show_warm_start(phase: str, progress: SftProgress) -> None:
 def _report(recipe: Recipe) -> None:
     directory = recipe.run.path
     try:
-        history = History.read(recipe.metrics_path)
+        history = DemoHistory.read(recipe.metrics_path)
     except UserError as error:  # the run itself ended well
         say(str(error))
         return
@@ -132,7 +132,7 @@ async def _stored_ledger(recipe: Recipe) -> Ledger:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+class DemoHistory:
     """metrics.jsonl, read back."""
 
     steps: tuple[Mapping[str, Any], ...]
@@ -141,7 +141,7 @@ class History:
     """One object per evaluation, the first one before training."""
 
     @classmethod
-    def read(cls, path: Path) -> History:
+    def read(cls, path: Path) -> DemoHistory:
         """Raises UserError when the run is too short to compare before with after."""
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         steps = tuple(line for line in lines if "reward/mean" in line)
@@ -174,7 +174,7 @@ class History:
         return rows
 
 
-def summary(history: History, ledger: Ledger, export: Path) -> dict[str, Json]:
+def summary(history: DemoHistory, ledger: Ledger, export: Path) -> dict[str, Json]:
     """What `runs/demo/summary.json` holds."""
     first, last = history.evaluations[0], history.evaluations[-1]
     return {
@@ -206,7 +206,7 @@ def _spread(rows: Counter[int]) -> dict[str, float]:
     }
 
 
-def table(shown: Mapping[str, Any], history: History) -> Table:
+def table(shown: Mapping[str, Any], history: DemoHistory) -> Table:
     """The summary for a person."""
     first, last = history.evaluations[0], history.evaluations[-1]
     made = Table(title="What the model learned", title_justify="left")
@@ -229,7 +229,7 @@ def table(shown: Mapping[str, Any], history: History) -> Table:
     return made
 
 
-def draw_curves(history: History, path: Path) -> str:
+def draw_curves(history: DemoHistory, path: Path) -> str:
     """Accuracy, share of thinking and response length over seconds of RL: the PNG's name, or why there is none."""
     if find_spec("matplotlib") is None:
         return f"no {path}: matplotlib is not installed (meshrl's extra `torch` brings it)"
@@ -259,5 +259,5 @@ def draw_curves(history: History, path: Path) -> str:
     return str(path)
 
 
-def _over_time(history: History, lines: Sequence[Mapping[str, Any]]) -> list[float]:
+def _over_time(history: DemoHistory, lines: Sequence[Mapping[str, Any]]) -> list[float]:
     return [max(0.0, line["time/unix_s"] - history.began) for line in lines]

@@ -25,7 +25,7 @@ HELD_OUT_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class TraceProgram:
     """A program and both ways to answer it."""
 
     prompt: str
@@ -40,7 +40,7 @@ class Program:
         return zlib.crc32(self.prompt.encode()) % HELD_OUT_SHARE == 0
 
 
-def programs(seed: int, *, held_out: bool, longest: int = 8) -> Iterator[Program]:
+def programs(seed: int, *, held_out: bool, longest: int = 8) -> Iterator[TraceProgram]:
     """Distinct programs of two to `longest` statements, without end, all held out or none."""
     draw = random.Random(seed)
     seen: set[str] = set()
@@ -51,7 +51,7 @@ def programs(seed: int, *, held_out: bool, longest: int = 8) -> Iterator[Program
             yield program
 
 
-def _program(draw: random.Random, statements: int) -> Program:
+def _program(draw: random.Random, statements: int) -> TraceProgram:
     first = draw.randrange(len(LETTERS))
     value = draw.randint(1, 9)
     asked = thought = f"{LETTERS[first]}={value}"
@@ -63,7 +63,7 @@ def _program(draw: random.Random, statements: int) -> Program:
         asked += f";{letter}={before}{sign}{operand}"
         thought += f";{letter}={value}{sign}{operand}={result}"
         value = result
-    return Program(prompt=f"{asked}?", thought=f"{thought}#{value}", answer=str(value))
+    return TraceProgram(prompt=f"{asked}?", thought=f"{thought}#{value}", answer=str(value))
 
 
 HELD_OUT = 256
@@ -102,5 +102,5 @@ def _stages(seed: int) -> list[Stage]:
     ]
 
 
-def _write_prompts(path: Path, rows: Iterable[Program]) -> None:
+def _write_prompts(path: Path, rows: Iterable[TraceProgram]) -> None:
     write_rows(path, ({"prompt": row.prompt, "answer": row.answer} for row in rows))

@@ -24,7 +24,7 @@ STYLES = ("blue", "red", "green", "yellow", "magenta", "cyan")
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class ChartLine:
     """One line of a chart: values by step, none of them nan."""
 
     name: str
@@ -37,12 +37,12 @@ class Chart:
     """Curves with common axes."""
 
     title: str
-    curves: Sequence[Curve]
+    curves: Sequence[ChartLine]
     log: bool = False
     """Logarithmic values; those that are not positive are left out."""
 
     @property
-    def shown(self) -> list[Curve]:
+    def shown(self) -> list[ChartLine]:
         """The curves that have a point to draw; with `log` their logarithms to base 10."""
         found = []
         for curve in self.curves:
@@ -51,7 +51,7 @@ class Chart:
                 points = [(step, math.log10(value)) for step, value in points if value > 0]
             if points:
                 steps, values = zip(*points, strict=True)
-                found.append(Curve(curve.name, steps, values))
+                found.append(ChartLine(curve.name, steps, values))
         return found
 
     def label(self, value: float, span: float) -> str:
@@ -188,7 +188,7 @@ def braille(chart: Chart, width: int, height: int) -> Iterator[list[tuple[str, s
 
 
 def _dots(
-    curve: Curve, across: int, down: int, xs: tuple[float, float], ys: tuple[float, float]
+    curve: ChartLine, across: int, down: int, xs: tuple[float, float], ys: tuple[float, float]
 ) -> Iterator[tuple[int, int]]:
     """The dots of a curve, neighbours joined by lines."""
     points = [

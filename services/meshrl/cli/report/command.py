@@ -14,8 +14,8 @@ from meshrl.api.history import HELD_OUT, STEP, RunHistory
 from meshrl.api.rows import Row, find_rows
 from meshrl.cli.find_mesh import mesh_of
 from meshrl.cli.options import PATH, RUN, completed
-from meshrl.cli.report.charts import Chart, Curve, braille, save
-from meshrl.cli.report.page import Report, page
+from meshrl.cli.report.charts import Chart, ChartLine, braille, save
+from meshrl.cli.report.page import RunReport, page
 from meshrl.common.files import replace_file
 from meshrl.common.plain_text import say
 from meshrl.config.recipe import RECIPE_NAME
@@ -45,7 +45,7 @@ def report(run: Path | None, out: Path | None) -> None:
     """
     directory, history = _history(run)
     ledgers, why = _ledgers(directory)
-    made = Report(
+    made = RunReport(
         history=history,
         ledgers=ledgers,
         no_ledger=why,
@@ -109,13 +109,13 @@ def _history(run: Path | None) -> tuple[Path, RunHistory]:
     return directory, history
 
 
-def _curves(histories: list[RunHistory], metric: str) -> list[Curve]:
+def _curves(histories: list[RunHistory], metric: str) -> list[ChartLine]:
     """Of one metric, a curve per run."""
     found = []
     for history in histories:
         curve = history.metrics.curves((metric,)).get(metric)
         if curve is not None:
-            found.append(Curve(str(history.directory), curve.steps, curve.values))
+            found.append(ChartLine(str(history.directory), curve.steps, curve.values))
     return found
 
 

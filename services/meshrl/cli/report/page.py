@@ -12,7 +12,7 @@ from typing import Any
 from meshrl.api.history import HELD_OUT, STEP, RunHistory
 from meshrl.api.rows import Row
 from meshrl.cli.commands.queue import ledger_rows
-from meshrl.cli.report.charts import Chart, Curve, svg
+from meshrl.cli.report.charts import Chart, ChartLine, svg
 from meshrl.common.plain_text import counted
 from meshrl.contract.types import Ledger
 from meshrl.launcher.view import clock
@@ -46,7 +46,7 @@ summary { cursor: pointer; } .wide { overflow-x: auto; }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RunReport:
     """What the page says."""
 
     history: RunHistory
@@ -60,7 +60,7 @@ class Report:
     made_unix_s: float
 
 
-def page(report: Report) -> str:
+def page(report: RunReport) -> str:
     """The HTML."""
     history = report.history
     body = [
@@ -94,7 +94,7 @@ def charts(history: RunHistory) -> list[Chart]:
     found = []
     for title, metrics in PANELS.items():
         curves = [
-            Curve(name, curve.steps, curve.values)
+            ChartLine(name, curve.steps, curve.values)
             for name, curve in history.metrics.curves(metrics).items()
         ]
         if any(curve.values for curve in curves):
