@@ -1,15 +1,17 @@
 """The services of a mesh and the stages of its runs: what each kind declares, and what follows from a recipe.
 
-A kind of service is a module with a `SERVICE` (a `ServiceKind`) and `async def run(recipe, context)`. The built-in
-kinds are the modules of `meshrl.launcher.services`; a recipe adds its own under `stages`, by dotted path. The columns
-of a run, the plan of `meshrl up`, `meshrl serve` and the checks of a recipe all read the same declarations. Every
-service that opens the run imports them, so a module imports gRPC, torch and the like inside `run` only.
+The built-in kinds are declared in `meshrl.launcher.kinds` and run by the modules of `meshrl.launcher.services`. A
+recipe adds its own under `stages`, by dotted path: a module with a `SERVICE` (a `ServiceKind`) and `async def
+run(recipe, context)`. The columns of a run, the plan of `meshrl up`, `meshrl serve` and the checks of a recipe all
+read the declarations. Every service that opens the run imports them, so such a module imports gRPC, torch and the
+like inside `run`.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -24,6 +26,7 @@ from meshrl.contract.types import RunSpec, StageSpec
 from meshrl.transferqueue.model.specs import Quota
 
 SERVICES = "meshrl.launcher.services"
+KINDS = "meshrl.launcher.kinds"
 BUILT_IN = ("queue", "rollout", "reward", "reference", "trainer", "feeder")
 """The kinds that every recipe may have, in an order that is stored with a run: its stages follow it."""
 
@@ -58,7 +61,7 @@ def _start_s(recipe: Recipe) -> float:
     return 300.0
 
 
-def _one_machine(recipe: Recipe) -> int:
+def _single(recipe: Recipe) -> int:
     return 1
 
 
@@ -86,8 +89,10 @@ class ServiceKind:
     """Of a stage. Fixed columns are those of the training run; an evaluation does not have the stage."""
     count: Callable[[Recipe], int | None] = _one
     """How many processes, named `<kind>-0` and so on; None is one process, named as its kind."""
-    machines: Callable[[Recipe], int] = _one_machine
+    machines: Callable[[Recipe], int] = _single
     """On how many machines one process is continued: the others' parts are named `<kind>-1` and so on."""
+    ranks: Callable[[Recipe], int] = _single
+    """Ranks on all machines; above 1 a process starts those of its machine, which run the service."""
     needs_torch: Callable[[Recipe], bool] = _never
     """Whether it imports torch, which `up` then imports for all such services at once."""
     ready_s: Callable[[Recipe], float] = _start_s
@@ -135,7 +140,7 @@ def service_kind(recipe: Recipe, kind: str) -> ServiceKind:
     if kind not in (*BUILT_IN, *recipe.stages):
         known = ", ".join((*BUILT_IN, *recipe.stages))
         raise ConfigError(f"no service named {kind!r} (this recipe has {known})")
-    rules = plugins.load(SERVICES, module_of(recipe, kind), "SERVICE")
+    rules = _declared(module_of(recipe, kind))
     if not isinstance(rules, ServiceKind):
         raise ConfigError(
             f"SERVICE of {module_of(recipe, kind)!r} is no ServiceKind: {rules!r:.60}"
@@ -143,9 +148,16 @@ def service_kind(recipe: Recipe, kind: str) -> ServiceKind:
     return rules
 
 
+def _declared(module: str) -> object:
+    built_in: Mapping[str, ServiceKind] = importlib.import_module(KINDS).KINDS
+    return built_in.get(module) or plugins.load(SERVICES, module, "SERVICE")
+
+
 def options_class(module: str) -> type[Config] | None:
     """The `Config` of a kind's module, if it takes options. Raises ConfigError for no module."""
-    plugins.load(SERVICES, module, "SERVICE")
+    _declared(module)
+    if module in BUILT_IN:
+        return None
     try:
         kind = plugins.load(SERVICES, module, "Config")
     except ConfigError:

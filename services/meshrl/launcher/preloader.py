@@ -32,16 +32,16 @@ from meshrl.common.process_guard import die_with_parent, die_with_supervisor
 
 LIGHT = (
     "meshrl.cli.commands.serve",
-    "meshrl.launcher.running.queue",
-    "meshrl.launcher.running.reward",
+    "meshrl.launcher.services.queue",
+    "meshrl.launcher.services.reward",
     "meshrl.launcher.prompts",
     "meshrl.trainer.data.feeder",
     "meshrl.transferqueue.stores.disk",
 )
 """Where the imports of every service begin. None of them imports torch."""
 TORCH = (
-    "meshrl.launcher.running.trainer",
-    "meshrl.launcher.running.rollout",
+    "meshrl.launcher.services.trainer",
+    "meshrl.launcher.services.rollout",
     "meshrl.trainer.reference.stage",
     "meshrl.rollout.engines.torch",
     "transformers.models.auto.tokenization_auto",

@@ -11,8 +11,8 @@ from meshrl.common.sockets import interface_towards, loopback_interface
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import ConfigError, InfraError, UserError
-from meshrl.launcher.running import ranks
-from meshrl.launcher.running.ranks import refuse_open_weights
+from meshrl.launcher import ranks
+from meshrl.launcher.ranks import refuse_open_weights
 from meshrl.rpc.runtime import ServerSettings
 from meshrl.trainer.ranks.peers import Seat, until_listening
 from meshrl.weights.carrier import RunPaths

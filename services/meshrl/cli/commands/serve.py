@@ -141,6 +141,7 @@ def _serve(service: str, recipe: Path, overrides: tuple[str, ...], options: dict
     if recipe.name != RUNNING_NAME:  # `up` has compared what it wrote
         _compare(loaded, service, node_rank, options["accept_changes"])
     # The runtime is imported here, not above: with it comes gRPC, which `--help` can do without.
+    from meshrl.launcher import ranks
     from meshrl.rpc import credentials, tls
     from meshrl.rpc.runtime import ServerSettings, ServiceContext, run_service
 
@@ -182,7 +183,8 @@ def _serve(service: str, recipe: Path, overrides: tuple[str, ...], options: dict
     tracing.start(
         loaded.run.path / tracing.FOLDER, name, loaded.run.trace, otlp=loaded.run.trace_otlp
     )
-    run = plugins.load(SERVICES, module_of(loaded, service), "run")
+    several = service_kind(loaded, service).ranks(loaded) > 1 and not ranks.is_rank()
+    run = ranks.run if several else plugins.load(SERVICES, module_of(loaded, service), "run")
     context = ServiceContext(
         name=name,
         kind=service,

@@ -1,5 +1,4 @@
-"""One module per kind of service, named as the kind is: `SERVICE` declares it, `run(recipe, context)` runs one.
+"""One module per kind of service, named as the kind is: `run(recipe, context)` builds one, serves, works and drains.
 
-Every process reads the declarations, so gRPC and torch come only with what `run` imports when it is called, most of
-it in `meshrl.launcher.running`.
+`meshrl.launcher.kinds` declares the kinds, which every process reads; gRPC and torch come with a module of here.
 """

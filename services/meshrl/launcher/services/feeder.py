@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from meshrl.config.recipe import EVAL_SUFFIX, Recipe, train_sampling
 from meshrl.config.run_record import changes_accepted, mark_fed
-from meshrl.config.stages import ServiceKind, train_spec
-
-if TYPE_CHECKING:
-    from meshrl.rpc.runtime import ServiceContext
-    from meshrl.trainer.data.prompt_streams import LevelStream
-    from meshrl.trainer.data.prompts import PromptSet
-
-
-SERVICE = ServiceKind(sections=("model", "data"), start_order=2, finite=True)
+from meshrl.config.stages import train_spec
+from meshrl.launcher.prompts import read_prompts
+from meshrl.launcher.stage_service import open_runs, work_until_stopped
+from meshrl.rpc.queue_connection import connect_mesh_queue
+from meshrl.rpc.runtime import GrpcServer, ServiceContext
+from meshrl.trainer.data.feeder import Feeder
+from meshrl.trainer.data.prompt_streams import LevelStream
+from meshrl.trainer.data.prompts import PromptSet, task_maker
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Feed until stopped or done. A number of steps outranks a number of epochs: then prompts never end."""
-    from meshrl.launcher.prompts import read_prompts
-    from meshrl.launcher.stage_service import open_runs, work_until_stopped
-    from meshrl.rpc.queue_connection import connect_mesh_queue
-    from meshrl.rpc.runtime import GrpcServer
-    from meshrl.trainer.data.feeder import Feeder
-    from meshrl.trainer.data.prompts import task_maker
-
     prompts = await asyncio.to_thread(read_prompts, recipe)
     spec = train_spec(recipe)
     make_task = task_maker(
@@ -60,8 +51,6 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
 
 
 def _levels(recipe: Recipe, prompts: PromptSet) -> LevelStream | None:
-    from meshrl.trainer.data.prompt_streams import LevelStream
-
     gym = recipe.data.reasoning_gym
     if gym is None or gym.curriculum is None:
         return None

@@ -5,47 +5,23 @@ from __future__ import annotations
 import asyncio
 import signal
 from functools import partial
-from typing import TYPE_CHECKING
 
-from meshrl.config.recipe import Recipe, algorithm_needs, needs_reference
-from meshrl.config.stages import Columns, ServiceKind, always, loads_a_model
-from meshrl.contract.types import REFERENCE_STAGE
-
-if TYPE_CHECKING:
-    from meshrl.rpc.runtime import ServiceContext
-
-
-def _columns(recipe: Recipe, evaluation: bool) -> Columns | None:
-    # Evaluation has no KL term.
-    if evaluation or not needs_reference(recipe):
-        return None
-    return Columns(reads=REFERENCE_STAGE.reads, writes=algorithm_needs(recipe).columns)
-
-
-SERVICE = ServiceKind(
-    sections=("model", "reference"), columns=_columns, needs_torch=always, ready_s=loads_a_model
+from meshrl.config.recipe import Recipe
+from meshrl.launcher.stage_service import (
+    STAGE_GRACE_S,
+    find_runs,
+    until_run_differs,
+    work_until_stopped,
 )
+from meshrl.rpc.queue_connection import connect_mesh_queue
+from meshrl.rpc.runtime import GrpcServer, ServiceContext
+from meshrl.trainer.ranks.world import World
+from meshrl.trainer.reference.model import ReferenceModel
+from meshrl.trainer.reference.stage import ReferenceStage
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Add reference log-probs to rows until stopped."""
-    from meshrl.launcher.running import ranks
-
-    if recipe.reference.nproc > 1 and not ranks.is_rank():
-        await ranks.run(recipe, context)
-        return
-    from meshrl.launcher.stage_service import (
-        STAGE_GRACE_S,
-        find_runs,
-        until_run_differs,
-        work_until_stopped,
-    )
-    from meshrl.rpc.queue_connection import connect_mesh_queue
-    from meshrl.rpc.runtime import GrpcServer
-    from meshrl.trainer.ranks.world import World
-    from meshrl.trainer.reference.model import ReferenceModel
-    from meshrl.trainer.reference.stage import ReferenceStage
-
     config = recipe.reference
     deterministic = recipe.queue.max_staleness == 0
     world = World.start(recipe.trainer.device) if config.nproc > 1 else None

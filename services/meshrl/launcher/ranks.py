@@ -54,6 +54,12 @@ def refuse_open_ranks(recipe: Recipe, settings: ServerSettings) -> None:
         )
 
 
+def refuse_open(recipe: Recipe, settings: ServerSettings) -> None:
+    """Raises UserError where weights or gradients would be open to others, and nobody has permitted that."""
+    refuse_open_weights(recipe.weights, settings)
+    refuse_open_ranks(recipe, settings)
+
+
 def is_rank() -> bool:
     """True in a process that a launcher made a rank."""
     return "RANK" in os.environ
@@ -63,9 +69,11 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Serve by several ranks on this machine, until the end of the run.
 
     Raises:
-        UserError: other machines cannot reach the first one.
+        UserError: other machines cannot reach the first one, or what the trainer sends would be open to others.
         SystemExit: with the code of the rank that failed, which has said why.
     """
+    if context.kind == "trainer":
+        refuse_open(recipe, context.settings)
     # Rank 0 serves; on another machine this process answers who asks whether it is there.
     async with GrpcServer(context.settings, []) if context.node_rank else nullcontext() as server:
         if server is not None:
