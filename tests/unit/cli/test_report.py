@@ -12,8 +12,8 @@ import pytest
 from rich.cells import cell_len
 
 from meshrl.cli import main
+from meshrl.cli.charts import Chart, ChartLine, braille, svg
 from meshrl.cli.commands.queue import ledger_rows
-from meshrl.cli.report.charts import Chart, ChartLine, braille, svg
 from meshrl.contract.types import Ledger
 
 from ...view_runs import HOSTILE, add_recipe, add_rows, add_steps

@@ -165,3 +165,12 @@ def test_the_command_prints_json_and_wrong_input_ends_with_2(
         main([*asked, "--rollout-gpus", "7"])
     assert ended.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_row_that_is_issued_again_has_another_length_of_the_same_prompt() -> None:
+    lengths = Lengths(mean=150, p99=400, most=480)
+    first, again = lengths.draw(0, 7, 1), lengths.draw(0, 7, 1, attempt=1)
+    assert first == lengths.draw(0, 7, 1)
+    assert first != again
+    alike = Lengths(mean=150, p99=400, most=480, alike=1.0)
+    assert alike.draw(0, 7, 1) == alike.draw(0, 7, 1, attempt=1)
