@@ -55,7 +55,7 @@ class Chart:
         return found
 
     def label(self, value: float, span: float) -> str:
-        """Of a tick on an axis that spans so much: with as many digits as tell it from the next one."""
+        """The label of a tick, with as many digits as tell it from the next one."""
         if self.log:
             return f"{10**value:.3g}"
         if abs(value) < span / 1e6:

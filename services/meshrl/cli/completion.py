@@ -111,7 +111,7 @@ def metrics(
 
 
 def _keys() -> dict[str, Key]:
-    """What a value can be given to."""
+    """The keys that take a value."""
     return {key.dotted: key for key in walk(Recipe) if config_of(key.field.annotation) is None}
 
 

@@ -186,7 +186,7 @@ class _Scanned:
             say(f"error: {line}", err=True)
 
     def warnings(self) -> Iterator[str]:
-        """What would not stop a run, and is hardly meant."""
+        """Oddities of the data that would not stop a run."""
         for split in self.splits:
             if split.too_long:
                 limit, first = self.recipe.data.max_prompt_length, split.first_too_long

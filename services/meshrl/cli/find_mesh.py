@@ -166,7 +166,7 @@ def last_step(metrics: Path) -> int | None:
 
 
 def reward_address(run_dir: Path | None, address: str | None) -> str:
-    """Where the reward service listens: `address`, or as the mesh of `run_dir` (the newest one here) says.
+    """The address of the reward service: `address`, or as the mesh of `run_dir` (the newest one here) says.
 
     Raises:
         NotFoundError: no mesh was ever started here. UnavailableError: it does not run now.
@@ -182,7 +182,7 @@ def reward_address(run_dir: Path | None, address: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAddress:
-    """Where to ask: the `up` of a directory, or a trainer anywhere."""
+    """The `up` of a directory, or a trainer anywhere."""
 
     trainer: str
     run_dir: Path | None = None

@@ -21,7 +21,7 @@ Answer = TypeVar("Answer")
 
 
 class Operator(Protocol):
-    """What `QueueAdmin` and its client have in common."""
+    """The methods about everything stored, of `QueueAdmin` and of its client."""
 
     def export(self) -> AsyncGenerator[Sequence[Operation], None]:
         """Everything that is stored, as of one commit."""

@@ -113,7 +113,7 @@ def cross_checks(recipe: Recipe, machine: ThisMachine | None = None) -> Iterator
 
 
 def warnings(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
-    """What would start, and hardly be meant: the key and one sentence."""
+    """Recipes that would start, and are hardly meant so: the key and one sentence."""
     rows = recipe.rollout.n
     if why := algorithm_rules.cannot_learn(recipe.algorithm, recipe.actor, rows=rows):
         yield ("rollout", "n"), f"rollout.n: {why}"
@@ -360,7 +360,7 @@ def _read_alike(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
 
 
 def _tokens_of_pictures(path: Path, machine: ThisMachine) -> dict[str, Any]:
-    """What decides how many tokens a picture is, and which."""
+    """The settings that decide how many tokens a picture is, and which."""
     config = machine.json(path / "config.json")
     preprocessor = machine.json(path / "preprocessor_config.json")
     keys = ("patch_size", "merge_size", "size", "min_pixels", "max_pixels")
@@ -416,7 +416,7 @@ def _evaluated(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _algorithm(recipe: Recipe) -> Iterator[Problem]:
-    """What estimator, loss and sampling ask of each other."""
+    """Conditions of estimator, loss and sampling on each other."""
     try:
         algorithm_rules.check(recipe.algorithm, recipe.actor)
     except ConfigError as error:
@@ -441,7 +441,7 @@ def _algorithm(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _each_branch(recipe: Recipe) -> Iterator[Problem]:
-    """What reads a row as one sequence, and so cannot read one of several branches."""
+    """Parts that read a row as one sequence, and so cannot read one of several branches."""
     needs, key = algorithm_needs(recipe), "rollout.program_options.branch"
     for wrong, what in (
         (needs.reference, "a reference (actor.use_kl_loss, algorithm.use_kl_in_reward, a teacher)"),
@@ -458,7 +458,7 @@ def _each_branch(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _own_answers(recipe: Recipe) -> Iterator[Problem]:
-    """What pairs of the data's answers with the policy's want beside the algorithm."""
+    """Conditions for pairs of the data's answers with the policy's."""
     asks = f"algorithm.adv_estimator {recipe.algorithm.adv_estimator}"
     if recipe.rollout.n != 1:
         yield (

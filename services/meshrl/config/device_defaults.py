@@ -18,7 +18,7 @@ from meshrl.config.recipe import RECIPE_NAME, Recipe, names
 from meshrl.contract.errors import UserError
 
 SERVER_ENVIRONMENT = Path(".venv-vllm/bin/python")
-"""Where the environment of a vLLM beside this one is looked for: what `make` calls it."""
+"""The environment of a vLLM beside this one, as `make` names it."""
 
 
 def with_device_defaults(recipe: Recipe, machine: ThisMachine) -> Recipe:
@@ -40,7 +40,7 @@ def trains_on_cuda(recipe: Recipe, machine: ThisMachine) -> bool:
 
 
 def hints(recipe: Recipe, machine: ThisMachine) -> Iterator[str]:
-    """What would be faster, where the recipe leaves it open."""
+    """Hints at faster choices, where the recipe leaves them open."""
     if machine.gpus and not names(recipe.rollout, "name") and recipe.placement.rollout != 0:
         yield (
             "rollout.name: torch, for want of vLLM here: it has neither a paged cache nor tensor parallelism; install"

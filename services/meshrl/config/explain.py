@@ -47,12 +47,12 @@ class Key:
 
     @property
     def doc(self) -> str:
-        """What it means."""
+        """Its docstring."""
         return documentation(self.owner, self.path[-1])
 
     @property
     def type_text(self) -> str:
-        """What may be written there, in words."""
+        """The allowed values in words."""
         return type_text(self.field.annotation, self.field.metadata)
 
     @property
@@ -274,7 +274,7 @@ def _leaves(value: Any, at: Loc) -> Iterator[Loc]:
 
 
 def origin_of(origins: Mapping[Loc, str], at: Loc) -> str:
-    """Where the nearest enclosing key that was written down stands."""
+    """File and line of the nearest enclosing key that was written down."""
     for end in range(len(at), 0, -1):
         if at[:end] in origins:
             return origins[at[:end]]

@@ -57,7 +57,7 @@ SHARD = re.compile(r"-(\d{5})-of-(\d{5})\b")
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """What a recipe names."""
+    """A repository that a recipe names."""
 
     name: str
     """`ORG/NAME`"""
@@ -73,7 +73,7 @@ class Repository:
 
     @property
     def command(self) -> str:
-        """What downloads it."""
+        """The command that downloads it."""
         kind = " --repo-type dataset" if self.dataset else ""
         revision = f" --revision {self.revision}" if self.revision else ""
         return f"hf download {self.name}{kind}{revision}"
@@ -250,7 +250,7 @@ def _snapshot(repository: Repository, patterns: Sequence[str], *, cached: bool =
 
 
 def _refused(repository: Repository, error: Any) -> UserError:
-    """What the hub's answer means."""
+    """The meaning of the hub's answer."""
     what = "data set" if repository.dataset else "model"
     status = error.response.status_code
     if "Gated" in type(error).__name__ or status == 403:

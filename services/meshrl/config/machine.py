@@ -161,7 +161,7 @@ class ThisMachine(Machine):
 
     @property
     def no_gpu(self) -> str:
-        """What it has where it has none that services can use."""
+        """The reason why services can use no GPU."""
         found = on_the_bus() if "CUDA_VISIBLE_DEVICES" not in os.environ else 0
         return f"no driver for {found} NVIDIA GPUs on its bus" if found else NO_GPU
 
@@ -187,7 +187,7 @@ class ThisMachine(Machine):
         return path.is_file()
 
     def names(self, directory: Path) -> list[str]:
-        """What stands in a directory; nothing where there is none."""
+        """Entries of a directory; none where there is no such directory."""
         return [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
 
     def text(self, path: Path) -> str:
@@ -332,7 +332,7 @@ class AssumedMachine(ThisMachine):
         return path in assumed.rows or path in assumed.files or super().is_file(path)
 
     def names(self, directory: Path) -> list[str]:
-        """What is assumed there, else what is here."""
+        """The assumed entries, and those of this machine."""
         assumed = self._assumed
         if directory in assumed.models:
             return ["config.json", "model.safetensors", "tokenizer.json"]

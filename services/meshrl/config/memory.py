@@ -66,7 +66,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one decoder layer; norms and biases are left out."""
+        """Parameters of one decoder layer; norms and biases are left out."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.key_value_heads)
         if self.experts:
             return attention + 3 * self.hidden * self.expert_intermediate * self.experts
@@ -74,12 +74,12 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
         return embeddings + self.layers * self.layer_parameters
 
     def layer_activations(self, tokens: int, element: int) -> int:
-        """What one layer keeps for its backward pass: inputs of norms and matrices, and of the gated product."""
+        """Bytes that a layer keeps for its backward pass: inputs of norms and matrices, and of the gated product."""
         width = 6 * self.hidden + 2 * self.head_dim * (self.heads + self.key_value_heads)
         return tokens * element * (width + 4 * self.intermediate)
 
@@ -101,7 +101,7 @@ class Need:
 
     @property
     def total(self) -> int:
-        """With what every process takes."""
+        """Total, including the overhead per process."""
         return self.weights + self.state + self.work + OVERHEAD
 
 

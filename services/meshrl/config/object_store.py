@@ -83,7 +83,7 @@ class ObjectStore:
             raise UnavailableError(f"cannot see {path} in {self.url}: {one_line(error)}") from error
 
     def entries(self, path: str) -> dict[str, int]:
-        """What stands in a folder: objects with their bytes, folders with 0. Raises UnavailableError."""
+        """Entries of a folder: objects with their bytes, folders with 0. Raises UnavailableError."""
         try:
             self._files.invalidate_cache()
             found: list[dict[str, Any]] = self._files.ls(f"{self._root}/{path}", detail=True)
@@ -115,7 +115,7 @@ def is_local(location: str) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """What an error says."""
+    """The text of an error."""
     return " ".join(str(error).split())[:500] or type(error).__name__
 
 

@@ -21,13 +21,13 @@ from meshrl.config.recipe import Recipe, names, needs_reference
 from meshrl.contract.errors import CapacityError, ConfigError
 
 USABLE = 0.95
-"""Of a GPU's memory: the rest is the driver's."""
+"""Usable share of a GPU's memory: the rest is the driver's."""
 ENGINE_SHARE = 0.9
-"""Of a GPU that an engine has for itself."""
+"""Share of a GPU that an engine has for itself."""
 UNKNOWN_SHARES = {"trainer": 0.45, "reference": 0.1, "rollout": 0.4}
-"""Of a shared GPU, where the memory or the model's size is not known; of all its engines together."""
+"""Share of a shared GPU, where the memory or the model's size is not known; of all its engines together."""
 UNKNOWN_CONTEXT = 0.1
-"""Of a GPU that is used in turns: what a process keeps between its turns, where the memory is not known."""
+"""Share of a GPU that is used in turns: what a process keeps between its turns, where the memory is not known."""
 FIRST_PORT, PORTS_EACH = 10_000, 64
 FIRST_WORKER = 2
 """Number of the port range of rollout-0, behind those of the trainer and the reference."""
@@ -38,7 +38,7 @@ ENGINES = ("torch", "vllm", "sglang")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicePlace:
-    """Where one service runs."""
+    """Host and GPUs of one service."""
 
     service: str
     host: HostGpus
@@ -53,19 +53,19 @@ class Placement:
     """The places of all services that compute; none where there is no GPU."""
 
     recipe: Recipe
-    """With the ranks and the workers that were decided."""
+    """The recipe with the ranks and the workers that were decided."""
     places: Mapping[str, ServicePlace] = field(default_factory=dict)
     hosts: tuple[HostGpus, ...] = ()
     worker_gpus: int = 0
     no_gpu: str = NO_GPU
-    """What the machine has where there are no hosts with GPUs."""
+    """The reason why there are no hosts with GPUs."""
 
     def share(self, service: str) -> DeviceShare | None:
-        """What a service gets; None for one that needs no GPU, or where there are none."""
+        """The share of a service; None for one that needs no GPU, or where there are none."""
         return self.places[service].share if service in self.places else None
 
     def another(self, worker: str, taken: Collection[str]) -> DeviceShare | None:
-        """What one more rollout worker gets on the first host; None where workers have no GPU.
+        """The share of one more rollout worker on the first host; None where workers have no GPU.
 
         Args:
             worker: Its name.
@@ -118,7 +118,7 @@ class Placement:
                 )
 
     def _at_once(self, service: str, beside: Sequence[str], needs: Sequence[int]) -> list[int]:
-        """What services on one GPU take while `service` has its turn: those that sleep keep a context."""
+        """Memory that services on one GPU take while `service` has its turn: those that sleep keep a context."""
         if not self.recipe.takes_turns:
             return list(needs)
         return [
@@ -239,7 +239,7 @@ def hosts_of(recipe: Recipe, machine: ThisMachine) -> tuple[HostGpus, ...]:
 
 
 def place(recipe: Recipe, machine: ThisMachine) -> Placement:
-    """Where every service goes.
+    """Place every service.
 
     Raises:
         ConfigError: the GPUs do not suffice.
@@ -548,7 +548,7 @@ def _workers_text(recipe: Recipe, per_worker: int) -> str:
 
 
 def _advice(recipe: Recipe, services: Collection[str]) -> str:
-    """What would take less."""
+    """Advice on what would take less."""
     model, choices = recipe.model, []
     if "trainer" in services:
         if model.param_dtype == "float32":

@@ -1,4 +1,4 @@
-"""What a recipe is: one section per room, each with the class that the room itself defines. Imports no torch."""
+"""A recipe: one section per room, each with the class that the room itself defines. Imports no torch."""
 
 from __future__ import annotations
 
@@ -167,12 +167,12 @@ class Recipe(Config):
 
     @property
     def queue_path(self) -> Path:
-        """Where the queue's store keeps its files."""
+        """Folder of the queue's store."""
         return self.queue.path if self.queue.path is not None else self.run.path / "queue"
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where the trainer's checkpoints go."""
+        """Folder of the trainer's checkpoints."""
         return self.trainer.default_local_dir or self.run.path / "checkpoints"
 
     @property
@@ -182,7 +182,7 @@ class Recipe(Config):
 
     @property
     def tokenizer_dir(self) -> Path:
-        """Where the tokenizer's files are."""
+        """Folder of the tokenizer."""
         return self.model.tokenizer_path or self.model.path
 
     @property
@@ -219,7 +219,7 @@ def names(section: Config, key: str) -> bool:
 
 
 def algorithm_needs(recipe: Recipe) -> Needs:
-    """What the recipe's algorithm asks of the mesh."""
+    """The needs of the recipe's algorithm."""
     return needs_of(recipe.algorithm, recipe.actor)
 
 

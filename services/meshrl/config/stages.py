@@ -39,7 +39,7 @@ C = TypeVar("C", bound=Config)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """What a stage reads of a row and what it adds: it leases rows that have all of `reads` and none of `writes`."""
+    """Columns that a stage reads and adds: it leases rows that have all of `reads` and none of `writes`."""
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
@@ -81,12 +81,12 @@ def _never(recipe: Recipe) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceKind:
-    """What the mesh must know of a kind of service before it runs one."""
+    """The declaration of a kind of service, which the mesh reads before it runs one."""
 
     sections: tuple[str, ...] = ()
     """Sections of the recipe whose files it opens; those of the others may be on other machines."""
     columns: Columns | ColumnsOf | None = None
-    """Of a stage. Fixed columns are those of the training run; an evaluation does not have the stage."""
+    """Columns of a stage. Fixed ones are those of the training run; an evaluation does not have the stage."""
     count: Callable[[Recipe], int | None] = _one
     """How many processes, named `<kind>-0` and so on; None is one process, named as its kind."""
     machines: Callable[[Recipe], int] = _single
@@ -136,7 +136,7 @@ def module_of(recipe: Recipe, kind: str) -> str:
 
 
 def service_kind(recipe: Recipe, kind: str) -> ServiceKind:
-    """What a kind declares. Raises ConfigError where the recipe has no such kind, or its module declares nothing."""
+    """A kind's declaration. Raises ConfigError where the recipe has no such kind, or its module declares nothing."""
     if kind not in (*BUILT_IN, *recipe.stages):
         known = ", ".join((*BUILT_IN, *recipe.stages))
         raise ConfigError(f"no service named {kind!r} (this recipe has {known})")
@@ -261,7 +261,7 @@ def _services(recipe: Recipe) -> Iterator[MeshService]:
 
 
 def train_spec(recipe: Recipe) -> RunSpec:
-    """What the training run asks of the queue. Every service opens it, so start order does not matter."""
+    """The training run's spec for the queue. Every service opens it, so start order does not matter."""
     return recipe.queue.run_spec(
         recipe.run.name,
         group_size=group_rows(recipe),
@@ -279,7 +279,7 @@ def vocabulary(recipe: Recipe) -> int:
 
 
 def eval_spec(recipe: Recipe) -> RunSpec:
-    """What evaluation asks of the queue: a run of its own, ahead of training, bound to no version.
+    """The evaluation's spec for the queue: a run of its own, ahead of training, bound to no version.
 
     It may hold as many prompts as the queue allows: an evaluation admits all of its own at once, where they fit.
     """

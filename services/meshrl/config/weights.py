@@ -133,7 +133,7 @@ class WeightsConfig(Config):
         return min(self.silence_s / 15, self.base_s / 5)
 
     def switch_s(self, nbytes: int) -> float:
-        """What an engine gets beyond `commit_s` to load `nbytes` that lie on its machine."""
+        """Seconds that an engine gets beyond `commit_s` to load `nbytes` that lie on its machine."""
         return nbytes / (10 * self.min_bytes_per_s)
 
     def deadline_s(self, nbytes: int) -> float:

@@ -36,7 +36,7 @@ class EngineGroup:
 
     nodes: int
     gpus: int
-    """Of each node: tensor parallel there, pipeline parallel between nodes."""
+    """GPUs of each node: tensor parallel there, pipeline parallel between nodes."""
     gpu: str
     """The resource that is a GPU."""
     image: str
@@ -53,7 +53,7 @@ class EngineGroup:
             )
 
     def spec(self, recipe: Recipe, template: Manifest, labels: Mapping[str, str]) -> Manifest:
-        """Of the LeaderWorkerSet; `template` is a rollout worker's, `labels` are those of the other pods."""
+        """The spec of the LeaderWorkerSet; `template` is a rollout worker's, `labels` are those of the other pods."""
         pod, (worker,) = template["spec"], template["spec"]["containers"]
         # Rank 0 of the communicator that carries the weights.
         worker["resources"]["limits"] = {self.gpu: 1}

@@ -50,20 +50,20 @@ NEEDS: Mapping[str, Mapping[str, str]] = {
     "torch": {"cpu": "2", "memory": "4Gi"},
     "other": {"cpu": "500m", "memory": "512Mi"},
 }
-"""What a container asks for, beside its GPUs."""
+"""Resources of a container, beside its GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """What the recipe does not say."""
+    """Settings of the cluster that no recipe has."""
 
     image: str = "meshrl"
     engine_image: str = ""
-    """Of rollout workers, e.g. with vLLM; empty: `image`."""
+    """Image of rollout workers, e.g. with vLLM; empty: `image`."""
     storage: str = "20Gi"
     """Size of the volumes of the queue and of the checkpoints."""
     storage_class: str = ""
-    """Of these volumes; empty: the cluster's default."""
+    """Storage class of these volumes; empty: the cluster's default."""
     claims: Mapping[str, str] = field(default_factory=dict)
     """Existing PersistentVolumeClaims with models and data, and where they are mounted, read-only."""
     gpu: str = "nvidia.com/gpu"
@@ -71,11 +71,11 @@ class Cluster:
     most_workers: int = 0
     """Up to which number KEDA scales rollout workers, by the queue's hint; 0: as many as the recipe says."""
     prometheus: str = "http://prometheus:9090"
-    """Where KEDA asks for the hint."""
+    """Address at which KEDA asks for the hint."""
     engine_nodes: int = 1
-    """Of each rollout worker's server; more than one: a LeaderWorkerSet."""
+    """Nodes of each rollout worker's server; more than one: a LeaderWorkerSet."""
     engine_gpus: int = 0
-    """Of such a server, on each of its nodes."""
+    """GPUs of such a server, on each of its nodes."""
     issuer: str = ""
     """cert-manager's Issuer of the mesh's certificate; empty: the Secret with it is made by somebody else."""
     monitor: bool = False

@@ -17,24 +17,24 @@ from meshrl.contract.errors import ConfigError, UserError
 
 MACHINE = "{machine}"
 PROGRAM = (sys.executable, "-P", "-m", "meshrl.cli")
-"""What `meshrl` is in a process that `up` starts."""
+"""The command `meshrl` in a process that `up` starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
-    """Where the services of one `up` run, and what starts them.
+    """The machines of one `up`, and the launcher that starts services there.
 
     Raises:
         UserError: a machine is named twice, or the launcher does not say to which one it goes.
     """
 
     names: tuple[str, ...]
-    """By which they reach each other. `up` itself need not run on any of them."""
+    """Names by which they reach each other. `up` itself need not run on any of them."""
     launcher: tuple[str, ...]
     """Words before a service's command, `{machine}` among them. The launcher passes its standard input on, ends the
     command at SIGINT, and ends with its exit code: `srun` with `--quit-on-interrupt` does."""
     program: tuple[str, ...] = PROGRAM
-    """What `meshrl` is there."""
+    """The command `meshrl` there."""
 
     def __post_init__(self) -> None:
         if not all(self.names) or len(set(self.names)) < len(self.names) or not self.names:
@@ -82,7 +82,7 @@ class Machines:
     def command(
         self, machine: str, words: Sequence[str], environment: Mapping[str, str]
     ) -> tuple[str, ...]:
-        """What starts `meshrl WORDS` on `machine`; variables are words of it, so that no launcher changes them."""
+        """The command of `meshrl WORDS` on `machine`; variables are words of it, so that no launcher changes them."""
         return (
             *(word.replace(MACHINE, machine) for word in self.launcher),
             "env",

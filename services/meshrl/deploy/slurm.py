@@ -46,16 +46,16 @@ def gpus_of(gpus_per_node: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """What the batch script says beside the recipe."""
+    """The settings of the batch script beside the recipe."""
 
     recipe: str
     overrides: Sequence[str] = ()
     name: str
-    """Of the run, and of the job."""
+    """Name of the run, and of the job."""
     directory: str
-    """Where the job starts: the recipe's relative paths begin there."""
+    """Folder in which the job starts: the recipe's relative paths begin there."""
     program: str
-    """What `meshrl` is on the nodes."""
+    """The command `meshrl` on the nodes."""
     nodes: int = 1
     gpus_per_node: str = ""
     """As sbatch takes it: `8`, `h100:8`; empty: none."""
@@ -70,7 +70,7 @@ class SlurmJob:
     container: str = ""
     """An image; empty: none."""
     runtime: Runtime = "apptainer"
-    """What runs it."""
+    """The command."""
     sweep: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Key to values; every combination is a task of an array, and a run of its own."""
 

@@ -22,7 +22,7 @@ LOCK_NAME = "up.lock"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceAddress:
-    """Where one service listens."""
+    """Host and ports of one service."""
 
     kind: str
     """queue, rollout, reward, reference, trainer or feeder."""
@@ -52,7 +52,7 @@ class AddressBook:
         return {name: entry for name, entry in self.services.items() if entry.kind == kind}
 
     def address(self, name: str) -> str:
-        """Where the service listens. Raises UserError when the mesh has none of that name."""
+        """Address of the service. Raises UserError when the mesh has none of that name."""
         if name not in self.services:
             raise UserError(f"this mesh has no {name} service (it has: {', '.join(self.services)})")
         return self.services[name].address

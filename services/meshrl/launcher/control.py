@@ -94,7 +94,7 @@ async def _answer(line: bytes, operations: Mapping[str, Operation]) -> Mapping[s
 
 
 async def ask_up(run_dir: Path, operation: str, *, timeout_s: float, **arguments: object) -> Answer:
-    """What the `up` of `run_dir` answers.
+    """The answer of the `up` of `run_dir`.
 
     Raises:
         UnavailableError: none answers within `timeout_s`. MeshError: what the operation raised there.

@@ -46,7 +46,7 @@ from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from meshrl.rpc.runtime import ServerSettings
 
 VERSION = Version(0, 1)
-"""What the checkpoint's weights are served as: any version above the unserved one."""
+"""The version of the checkpoint's weights: any above the unserved one."""
 
 
 @runtime_checkable
@@ -71,7 +71,7 @@ class JudgedAnswer:
     ground_truth: Json
     response: str
     final: str
-    """What majority voting compares; see `final_answer`."""
+    """The text that majority voting compares; see `final_answer`."""
     score: float | None
     """None: it has no score, through no fault of the policy."""
     right: bool
@@ -96,7 +96,7 @@ class SourceReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
-    """What an evaluation found. Rows without a score, through no fault of the policy, count in no mean."""
+    """The result of an evaluation. Rows without a score, through no fault of the policy, count in no mean."""
 
     tasks: int
     rows: int
@@ -293,7 +293,7 @@ def _source(answers: Sequence[JudgedAnswer]) -> SourceReport:
 
 
 def _posted(rollout: Rollout) -> Mapping[str, Json]:
-    """What the row's agent says it is worth, if it does, for `score_unposted`."""
+    """The reward that the row's agent posted, if any, for `score_unposted`."""
     column = rollout.columns.get(POSTED_REWARD)
     reward = None if column is None else column_posted(column)
     return {} if reward is None else {POSTED: reward.to_json()}

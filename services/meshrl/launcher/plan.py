@@ -82,7 +82,7 @@ class LaunchPlan:
         self.address_book.save(address_book_path)
 
     def services(self, probe_of: ProbeOf) -> list[Service]:
-        """What the supervisor runs. `probe_of` makes a probe of the address that the book has when it is asked."""
+        """The services to supervise. `probe_of` makes a probe of the address that the book has when it is asked."""
         return [self._service(service, probe_of) for service in self._services.values()]
 
     def add_rollout(self, probe_of: ProbeOf) -> Service:

@@ -38,7 +38,7 @@ LIGHT = (
     "meshrl.trainer.data.feeder",
     "meshrl.transferqueue.stores.disk",
 )
-"""Where the imports of every service begin. None of them imports torch."""
+"""Modules that bring the imports of every service. None of them imports torch."""
 TORCH = (
     "meshrl.launcher.services.trainer",
     "meshrl.launcher.services.rollout",

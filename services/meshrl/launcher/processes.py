@@ -98,7 +98,7 @@ class ServiceProcess:
 
     @property
     def last_line(self) -> str:
-        """What it printed last."""
+        """Its last line of output."""
         return next((line.strip() for line in reversed(self._tail) if line.strip()), "nothing")
 
     @property

@@ -25,7 +25,7 @@ QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""What transformers rebuilds a Qwen tokenizer with: the file must say the same."""
+"""The pattern with which transformers rebuilds a Qwen tokenizer: the file must say the same."""
 SPECIAL = (
     "bos_token",
     "eos_token",
@@ -188,7 +188,7 @@ def read_prompts(recipe: Recipe, *, held_out: bool = False) -> PromptSet:
 
 
 def image_processor(recipe: Recipe) -> ImageProcessor | None:
-    """What reads the pictures of prompts; None for a model of text. Raises UserError."""
+    """Reader of the pictures of prompts; None for a model of text. Raises UserError."""
     return shared_processor(recipe.model.path) if reads_images(recipe.model.path) else None
 
 

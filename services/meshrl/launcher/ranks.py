@@ -140,7 +140,7 @@ async def _run_ranks(count: int, ranks_of_all: int, place: tuple[str, int], node
 
 
 def _meeting_place(recipe: Recipe) -> tuple[str, int]:
-    """Where rank 0 listens for the others.
+    """Address at which rank 0 listens for the others.
 
     Raises:
         UserError: other machines cannot reach it.

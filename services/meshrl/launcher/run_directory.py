@@ -1,4 +1,4 @@
-"""What `up` finds and leaves in a run's directory: the recipe that was accepted, and that the run is finished."""
+"""Files that `up` finds and leaves in a run's directory: the accepted recipe, and the note that it is finished."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def recipe_on_trial(recipe: Recipe, directory: Path) -> Iterator[RecipeOnTrial]:
 
 
 def busy_port(recipe: Recipe, fixed: Mapping[str, int]) -> str | None:
-    """What to say of the first port on which another program listens: of the given ones and those of the recipe."""
+    """A sentence about the first port on which another program listens: of the given ones and those of the recipe."""
     given = ((f"--port {name}", HOST, port) for name, port in fixed.items())
     for key, host, port in itertools.chain(given, _ports_of(recipe)):
         if is_taken(host, port):
@@ -93,7 +93,7 @@ def note_finished(recipe: Recipe, mesh_status: MeshStatus) -> None:
 
 
 def finished_line(recipe: Recipe) -> str | None:
-    """What to say of a run that is finished and is not asked for more; None when there is something to do."""
+    """A sentence about a run that is finished and is not asked for more; None when there is something to do."""
     if recipe.trainer.resume_mode != "auto" or not any(recipe.checkpoint_dir.glob("step-*")):
         return None
     try:
@@ -111,7 +111,7 @@ def finished_line(recipe: Recipe) -> str | None:
 
 
 def _length(recipe: Recipe) -> dict[str, object]:
-    """What says how long a run is."""
+    """The keys that say how long a run is."""
     return {
         "trainer.total_training_steps": recipe.trainer.total_training_steps,
         "trainer.total_epochs": recipe.trainer.total_epochs,

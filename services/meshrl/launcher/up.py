@@ -65,7 +65,7 @@ class FleetOperations:
 
     @property
     def operations(self) -> Mapping[str, Operation]:
-        """By name."""
+        """The operations by name."""
         return {"add": self.add, "drain": self.drain, "members": self.members}
 
     async def add(self, request: Mapping[str, object]) -> Answer:

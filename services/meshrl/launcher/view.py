@@ -1,4 +1,4 @@
-"""What a person sees of a running mesh: a live view on a terminal, a line a step elsewhere, a table at the end."""
+"""The view of a running mesh for a person: live on a terminal, a line a step elsewhere, a table at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MeshStatus:
 
     run: str
     states: Mapping[str, ServiceState]
-    """Of every process, updated by the supervisor."""
+    """State of every process, updated by the supervisor."""
     started: float = field(default_factory=time.monotonic)
     trainer: TrainerStatus | None = None
     steps: int = 0
@@ -41,7 +41,7 @@ class MeshStatus:
     """Held-out score by the step at which it was seen to change."""
     ledger: Ledger | None = None
     fleet: dict[str, EngineStats | None] = field(default_factory=dict)
-    """By replica; None while it does not answer."""
+    """Figures of each replica; None while it does not answer."""
     waiting: Sequence[Waiting] = ()
     waiting_since: float | None = None
     warnings: Sequence[LearningWarning] = ()
@@ -186,7 +186,7 @@ def _services(mesh_status: MeshStatus, names: Sequence[str]) -> Text:
 
 
 def waiting_lines(mesh_status: MeshStatus) -> list[str]:
-    """What a trainer that is stuck waits for; nothing while it is not."""
+    """The waits of a trainer that is stuck; none while it is not."""
     if not mesh_status.stuck or mesh_status.trainer is None:
         return []
     if not mesh_status.waiting:
@@ -217,7 +217,7 @@ def step_line(mesh_status: MeshStatus, status: TrainerStatus) -> str:
 
 
 def final_table(mesh_status: MeshStatus, files: Mapping[str, str]) -> Table:
-    """What a run came to. `files` says where things lie."""
+    """The result of a run. `files` says where things lie."""
     table = Table(title=f"run {mesh_status.run}", show_header=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column()

@@ -21,9 +21,9 @@ from meshrl.trainer.config import ModelConfig
 PARAMS: Final = 8e9
 """Parameters of a model that is not on this machine."""
 READ_BYTES_PER_S: Final = 0.5 * 3.35e12
-"""What a decode step reads of a GPU's memory: half of an H100's peak."""
+"""Memory bandwidth of a GPU in a decode step: half of an H100's peak."""
 TRAIN_FLOPS: Final = 0.4 * 989e12
-"""What training gets out of a GPU: 40 % of an H100's dense bf16 peak."""
+"""Speed of training on a GPU: 40 % of an H100's dense bf16 peak."""
 BANDWIDTH: Final = 10e9
 """Bytes per second into each rollout GPU: four fifths of a 100 Gb/s link."""
 ROWS: Final = 2000
@@ -39,7 +39,7 @@ SHARES: Final = (0.6, 1.0, 1.6)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanQuestion:
-    """What a person may say of hardware, model and data. None: assumed, and printed as an assumption."""
+    """Hardware, model and data, as a person gives them. None: assumed, and printed as an assumption."""
 
     gpus: int
     rollout_gpus: int | None = None
@@ -51,7 +51,7 @@ class PlanQuestion:
     step_gpus: int = 8
     """The GPUs on which a step takes `step_s`."""
     train_tokens_per_s: float | None = None
-    """Of one GPU."""
+    """Tokens a second that one GPU trains."""
     prompt_mean: float | None = None
     length_mean: float | None = None
     length_p99: float | None = None
@@ -78,7 +78,7 @@ class GpuSplit:
 
     @property
     def bottleneck(self) -> str:
-        """What holds it up first, in a few words."""
+        """The first bottleneck, in a few words."""
         seen = self.outlook
         if seen.queue_load > 0.8:
             return "queue"
@@ -317,7 +317,7 @@ ADVICE: Final = {
     "long responses": "both sides wait for the last responses of a batch: a higher queue.max_staleness, more"
     " prompts a batch, or a lower data.max_response_length",
 }
-"""What to do about each bottleneck."""
+"""Advice for each bottleneck."""
 
 
 def _said(value: object, source: str = "assumed") -> str:

@@ -52,7 +52,7 @@ SHORT_TOKENS: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """What came of a setting, from the end of the warm-up on."""
+    """The result of a setting, from the end of the warm-up on."""
 
     samples_per_h: float
     tokens_per_s: float
@@ -305,7 +305,7 @@ class _Mark:
 
 @dataclass(slots=True)
 class _Sums:
-    """What the trainer has counted."""
+    """The trainer's counts."""
 
     rows: int = 0
     waited_s: float = 0.0

@@ -33,7 +33,7 @@ class Lengths:
 
     @property
     def sigma(self) -> float:
-        """Of the logarithm. `p99 <= mean`: all responses have the mean."""
+        """Standard deviation of the logarithm. `p99 <= mean`: all responses have the mean."""
         ratio = math.log(self.p99 / self.mean)
         return 0.0 if ratio <= 0 else P99 - math.sqrt(max(0.0, P99**2 - 2 * ratio))
 
@@ -58,7 +58,7 @@ class Setting:
     workers: int
     slots: int
     tokens_per_s: float
-    """Of one worker whose slots are all busy."""
+    """Tokens a second of one worker whose slots are all busy."""
     lengths: Lengths
     group: int
     batch_groups: int
@@ -80,7 +80,7 @@ class Setting:
     tool_s: float = 0.0
     """Mean of one call of a tool, exponential."""
     failures_per_h: float = 0.0
-    """Of one worker; its rows begin again elsewhere."""
+    """Failures of one worker; its rows begin again elsewhere."""
     restart_s: float = 60.0
     ranks: int = 1
     """Trainer processes: each fetches its own rows."""

@@ -66,7 +66,7 @@ def positions(value: Any, given: Given) -> Conversion:
 
 
 def compute_type(value: Any, given: Given) -> Conversion:
-    """What matrix products run in."""
+    """Type of matrix products."""
     full = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(str(value), value)
     if full == "float16":
         return no(
@@ -224,7 +224,7 @@ def scheduler(ours: str) -> Convert:
 
 
 def metric(value: Any, given: Given) -> Conversion:
-    """What a group is judged by."""
+    """Metric by which a group is judged."""
     if value in ("reward", "score", "seq_reward", "seq_final_reward"):
         note = "" if value == "reward" else "the reward as it was scored, before any KL term"
         return Conversion(settings={"algorithm.filter_groups.metric": "reward"}, note=note)
@@ -289,7 +289,7 @@ SGLANG_FLAGS = {
     "--data-parallel-size": "--dp-size",
     "--gpu-memory-utilization": "--mem-fraction-static",
 }
-"""What SGLang's server calls an option of vLLM's; the others have no counterpart."""
+"""SGLang's names of vLLM's options; the others have no counterpart."""
 
 
 def engine_argument(flag: str, *, switch: bool = False) -> Convert:
@@ -339,7 +339,7 @@ def expert_parallel(value: Any, given: Given) -> Conversion:
 
 
 def quantization(value: Any, given: Given) -> Conversion:
-    """Of the engine's weights, on load; with it the mismatch is corrected, as a recipe does by default."""
+    """The engine's weights, on load; with it the mismatch is corrected, as a recipe does by default."""
     if value in (None, False, ""):
         return Conversion(status=KeyStatus.IGNORED, note="switched off")
     if value != "fp8":
@@ -357,7 +357,7 @@ def routing_replay(value: Any, given: Given) -> Conversion:
 
 
 def sampling_seed(value: Any, given: Given) -> Conversion:
-    """Of all that is drawn."""
+    """Seed of every sampler."""
     return Conversion(
         settings={} if value is None else {"run.seed": value}, note="of the whole run"
     )
@@ -388,7 +388,7 @@ def do_sample(ours: str) -> Convert:
 
 
 def sampled_temperature(value: Any, given: Given) -> Conversion:
-    """Of validation, which is greedy unless do_sample."""
+    """Temperature of validation, which is greedy unless do_sample."""
     if not given.get(f"{ROLLOUT}.val_kwargs.do_sample", False):
         return Conversion(
             settings={"rollout.val_kwargs.temperature": 0},
@@ -411,7 +411,7 @@ def logger(value: Any, given: Given) -> Conversion:
 
 
 def machines(value: Any, given: Given) -> Conversion:
-    """Of the trainer; engines have GPUs of their own."""
+    """Machines of the trainer; engines have GPUs of their own."""
     if value in (1, None):
         return Conversion(note="one machine")
     return Conversion(
@@ -517,7 +517,7 @@ OLD_REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "s
 
 
 def rejection(value: Any, given: Given) -> Conversion:
-    """What rows or tokens are rejected by; older names are of the ratio itself, k1."""
+    """Statistics by which rows or tokens are rejected; older names are of the ratio itself, k1."""
     return Conversion(settings={f"{CORRECTION}.rollout_rs": OLD_REJECTIONS.get(value, value)})
 
 
@@ -529,7 +529,7 @@ def rejection_bounds(value: Any, given: Given) -> Conversion:
 
 
 def device(value: Any, given: Given) -> Conversion:
-    """What the trainer computes on."""
+    """Device of the trainer."""
     if value in (None, "auto", "cpu", "cuda"):
         return Conversion(settings={"trainer.device": value})
     return no("the trainer computes on GPUs that torch calls cuda, or on the CPU")

@@ -36,7 +36,7 @@ _COMPOSING = ("defaults", "hydra")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What became of one key that was given."""
+    """The result for one key that was given."""
 
     key: str
     value: Any
@@ -52,12 +52,12 @@ class Migration:
     tree: dict[str, Any]
     """The recipe's sections."""
     comments: dict[Loc, str]
-    """What to say beside a key of the recipe."""
+    """Comments beside keys of the recipe."""
     findings: tuple[Finding, ...]
     to_do: tuple[str, ...]
-    """What `meshrl config check` would still complain about on this machine."""
+    """Complaints that `meshrl config check` would still have on this machine."""
     config: type[Config] = Recipe
-    """Of what the recipe is: of a mesh, or of `meshrl sft`."""
+    """Whose recipe it is: of a mesh, or of `meshrl sft`."""
 
     def of(self, status: KeyStatus) -> list[Finding]:
         """The findings of one kind."""
@@ -230,7 +230,7 @@ class _Making:
         return key is None or key.field.get_default(call_default_factory=True) != value
 
     def _set_or(self, ours: str) -> Any:
-        """What is set, else the recipe's own default."""
+        """The value that is set, else the recipe's own default."""
         here: Any = self.tree
         for word in ours.split("."):
             here = here.get(word) if isinstance(here, Mapping) else None
@@ -240,7 +240,7 @@ class _Making:
 
 
 def _of_program(started: VerlCommand) -> Finding:
-    """What became of the program that is started."""
+    """The result for the program that is started."""
     program = started.program
     settings = dict(program.settings)
     if program.algorithm:
@@ -429,7 +429,7 @@ def _resolve(value: Any, key: str, values: Mapping[str, Any], depth: int) -> Any
 
 
 def _referred(inside: str, key: str, values: Mapping[str, Any]) -> Any:
-    """What `${inside}` stands for."""
+    """The value of `${inside}`."""
     function, colon, arguments = inside.partition(":")
     if not colon:
         return values.get(_absolute(inside, key), _LOST)

@@ -173,7 +173,7 @@ REWARD_SERVER = _names("""
     disaggregation.decode_tensor_model_parallel_size disaggregation.transfer_backend
     disaggregation.bootstrap_port disaggregation.ib_device
     """)
-"""Of verl's server of a reward model, which samples nothing here."""
+"""Keys of verl's server of a reward model, which samples nothing here."""
 TRANSFER_QUEUE = (
     *_names("enable metrics.enabled metrics.port backend.storage_backend controller.polling_mode"),
     *_names("total_storage_size num_data_storage_units", "backend.SimpleStorage."),

@@ -16,7 +16,7 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerlProgram:
-    """What starting one of verl's programs says."""
+    """Facts that follow from the program of verl's that is started."""
 
     algorithm: str = ""
     """`algorithm.name`: it brings the advantage and the loss, which the program computes whatever its keys say."""
@@ -25,7 +25,7 @@ class VerlProgram:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a recipe that only the program decides."""
     refused: str = ""
-    """What it does that nothing here does; the recipe is made without it."""
+    """Its parts that nothing here does; the recipe is made without it."""
     instead: str = ""
     """It is no training run: the command of ours, or why there is none."""
     sft: bool = False
@@ -39,7 +39,7 @@ class VerlCommand:
     """One command of a script."""
 
     name: str
-    """What it starts; empty: words without a program."""
+    """The program that it starts; empty: words without a program."""
     arguments: tuple[str, ...]
     program: VerlProgram
 
@@ -129,7 +129,7 @@ PROGRAMS: Mapping[str, VerlProgram] = {
 
 
 def program_of(name: str) -> VerlProgram:
-    """What starting the module or file `name` says."""
+    """The program that is the module or file `name`."""
     dotted = name.removesuffix(".py").replace("/", ".").lstrip(".")
     for known, program in PROGRAMS.items():
         if dotted == known or dotted.endswith(f".{known}"):

@@ -1,4 +1,4 @@
-"""What may become of a verl key: settings of a recipe, nothing to say because the mesh does it anyway, or a refusal.
+"""Rules for verl keys: settings of a recipe, nothing to say because the mesh does it anyway, or a refusal.
 
 A rule is a key and a function from its value (and all that was given) to an `Conversion`. The table is made of them.
 """
@@ -24,7 +24,7 @@ KEYWORD = "--*"
 
 
 class KeyStatus(StrEnum):
-    """What became of a key."""
+    """The result of a key."""
 
     MAPPED = "mapped"
     """The recipe says the same, or the mesh does so by default."""
@@ -36,7 +36,7 @@ class KeyStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What one key becomes."""
+    """The conversion of one key."""
 
     status: KeyStatus = KeyStatus.MAPPED
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -44,11 +44,11 @@ class Conversion:
     note: str = ""
     """How the value was converted, why the key is ignored, or what to do instead."""
     engine_arguments: Sequence[str] = ()
-    """Of the vLLM server."""
+    """Arguments of the vLLM server."""
 
 
 class Given:
-    """What a command line or a YAML says, by dotted key."""
+    """The values of a command line or a YAML, by dotted key."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Given:
         return self.values.get(key) is not None
 
     def get(self, key: str, default: Any = UNSET) -> Any:
-        """What was given; else `default`; else verl's default."""
+        """The given value; else `default`; else verl's default."""
         value = self.values.get(key)
         if value is not None:
             return value
@@ -89,7 +89,7 @@ Convert = Callable[[Any, Given], Conversion]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRule:
-    """What becomes of a key; one that ends in `.*` stands for everything below it."""
+    """The rule of a key; one that ends in `.*` stands for everything below it."""
 
     key: str
     convert: Convert
@@ -132,14 +132,14 @@ def within(key: str, why: str, default: Any = None) -> KeyRule:
 
 
 def ignored(key: str, why: str) -> KeyRule:
-    """Of no consequence here."""
+    """A key without consequence here."""
     return KeyRule(
         key=key, convert=lambda value, given: Conversion(status=KeyStatus.IGNORED, note=why)
     )
 
 
 def ignored_below(section: str, names: Iterable[str], why: str) -> Iterator[KeyRule]:
-    """Of no consequence here: these keys of a section, each named."""
+    """Ignore these keys of a section, each named."""
     for name in names:
         yield ignored(f"{section}.{name}", why)
 

@@ -55,7 +55,7 @@ def engine(at: str, keys: tuple[str, ...]) -> Iterator[KeyRule]:
 
 
 def _types(at: str) -> Iterator[KeyRule]:
-    """What weights, products and sums of gradients are kept in: the policy's keys say it for all models here."""
+    """Types of weights, products and sums of gradients: the policy's keys say it for all models here."""
     policy = at.startswith(ACTOR) or at == "engine"
     others = "every model computes in model.param_dtype"
     plan = "turbo_config.distributed.fsdp_plan"
@@ -226,7 +226,7 @@ def _counted(value: Any, given: Given) -> Conversion:
 
 
 def optimizer(verl: str, ours: str) -> Iterator[KeyRule]:
-    """What the optimizers of verl's engines have besides a rate and a decay."""
+    """Options of verl's optimizers besides a rate and a decay."""
     yield rule(f"{verl}.optimizer", _named(f"{ours}.name"))
     yield rule(f"{verl}.name", _named(f"{ours}.name"))
     states = "torch's optimizer, whose state is float32: another one's memory and kernels"

@@ -1,4 +1,4 @@
-"""What becomes of verl's keys outside the algorithm: rollout, reward, trainer, and what has no place here."""
+"""Rules for verl's keys outside the algorithm: rollout, reward, trainer, and what has no place here."""
 
 from __future__ import annotations
 

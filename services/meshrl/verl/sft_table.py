@@ -1,4 +1,4 @@
-"""What becomes of the keys of verl's SFT trainers: a recipe of `meshrl sft`."""
+"""Rules for the keys of verl's SFT trainers, which become a recipe of `meshrl sft`."""
 
 from __future__ import annotations
 

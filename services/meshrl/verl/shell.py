@@ -287,7 +287,7 @@ class _Reader:
         raise self._error(f"the text ends before {missing}")
 
     def _closing(self, opening: int, pair: str) -> int:
-        """Where the bracket that opens at `opening` closes."""
+        """Index at which the bracket that opens at `opening` closes."""
         depth = 0
         for at in range(opening, len(self.text)):
             depth += {pair[0]: 1, pair[1]: -1}.get(self.text[at], 0)

@@ -1,4 +1,4 @@
-"""What becomes of each key of verl 0.9, and of older names that scripts still use. The first rule that fits wins."""
+"""Rules for each key of verl 0.9, and of older names that scripts still use. The first rule that fits wins."""
 
 from __future__ import annotations
 

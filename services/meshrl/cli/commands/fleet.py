@@ -55,7 +55,7 @@ COLUMNS = (
 SPARED = ("last sync", "carrier", "breaker", "errors", "tokens/s", "running")
 """Columns that a narrow terminal does without, the first one first."""
 REASON_WIDTH = 12
-"""What is kept for the reason, which is broken into lines."""
+"""Columns kept for the reason, which is broken into lines."""
 
 
 @click.group(cls=OptionsAnywhere, invoke_without_command=True)
@@ -192,7 +192,7 @@ def _watch(address: MeshAddress, as_json: bool) -> None:
 
 
 def membership_json(membership: Membership) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The output of `--json`."""
     view = membership.view
     return {
         "run": view.run if view else None,

@@ -178,7 +178,7 @@ def _copy(name: str, to: Path | None) -> None:
 def _asked(
     model: Path | None, train: tuple[Path, ...], val: tuple[Path, ...]
 ) -> tuple[Path, tuple[Path, ...], tuple[Path, ...]]:
-    """What the options say, or a person. Raises UserError: neither does."""
+    """The answer of an option, or of a person. Raises UserError: neither answers."""
     if (model is None or not train) and not sys.stdin.isatty():
         raise UserError(
             "want --model DIRECTORY and --train FILE, or a template that comes with meshrl:"

@@ -166,7 +166,7 @@ def ledger(
 
 
 def _ledgers(mesh: Mesh) -> list[Ledger]:
-    """Of the run, and of its evaluation if there was one."""
+    """Ledgers of the run, and of its evaluation if there was one."""
 
     async def ask(asked: Queue) -> list[Ledger]:
         found = [await asked.ledger(mesh.run)]
@@ -219,7 +219,7 @@ def _ledger_table(one: Ledger) -> Table:
 
 
 def ledger_rows(one: Ledger) -> list[tuple[str, str, int]]:
-    """Where rows are, why, how many; those admitted first. What is held out is scored, not trained on."""
+    """Place, reason and number of rows; those admitted first. What is held out is scored, not trained on."""
     done = "scored" if one.run.endswith(EVAL_SUFFIX) else "trained"
     rows = [("admitted", "", one.admitted), (done, "", one.trained)]
     for label, counts in (

@@ -45,7 +45,7 @@ PANELS: Mapping[str, Sequence[str]] = {
     "tokens trained a second": ("throughput/tokens_per_s",),
     "seconds of a step": ("time/step_s", "time/waiting_s", "time/training_s"),
 }
-"""What is drawn, to the metrics that it is of."""
+"""Title of a chart to its metrics."""
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --dim: #777; }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 980px; padding: 16px; }
@@ -62,7 +62,7 @@ summary { cursor: pointer; } .wide { overflow-x: auto; }
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """What the page says."""
+    """The content of the page."""
 
     history: RunHistory
     ledgers: Sequence[Ledger]
@@ -283,7 +283,7 @@ def _history(run: Path | None) -> tuple[Path, RunHistory]:
 
 
 def _curves(histories: list[RunHistory], metric: str) -> list[ChartLine]:
-    """Of one metric, a curve per run."""
+    """A curve per run, all of one metric."""
     found = []
     for history in histories:
         curve = history.metrics.curves((metric,)).get(metric)
@@ -293,7 +293,7 @@ def _curves(histories: list[RunHistory], metric: str) -> list[ChartLine]:
 
 
 def _ledgers(directory: Path) -> tuple[list[Ledger], str]:
-    """Of training and evaluation, or why there is none: a report of a copy has no queue to ask."""
+    """Ledgers of training and evaluation, or why there is none: a report of a copy has no queue to ask."""
     try:
         mesh = mesh_of(directory, stopped=True)
     except MeshError as error:

@@ -194,7 +194,7 @@ def _prompt(row: Row) -> str:
 
 
 def _times(row: Row) -> str:
-    """Where its time went; empty for rows whose workers noted none."""
+    """The times of a row; empty where its workers noted none."""
     names = {"sample_s": "sampled", "score_wait_s": "waited for its judge", "score_s": "scored"}
     names |= {"train_wait_s": "waited to be trained"}
     known = {said: row.get(name) for name, said in names.items() if row.get(name) is not None}

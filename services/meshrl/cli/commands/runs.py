@@ -35,7 +35,7 @@ COMPARED = {
     "staleness": "staleness/mean",
     "tokens/s": "throughput/tokens_per_s",
 }
-"""What is shown to the metric that it is."""
+"""Title of a column to its metric."""
 NOT_COMPARED = ("run.name", "run.dir")
 SPARK = 20
 ANY = "-"

@@ -28,7 +28,7 @@ from meshrl.weights.fleet import FleetView, ReplicaView, fetch_fleet
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """What was found; None where a service did not answer."""
+    """The answers of the services; None where one did not answer."""
 
     state: RunState
     ledger: Ledger

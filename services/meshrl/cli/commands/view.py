@@ -135,7 +135,7 @@ class Services:
         self._stored: dict[Path, tuple[Mapping[Path, int], dict[str, Any]]] = {}
         """The last answer of a run that does not run, and the state of its files then."""
         self._letters: dict[Path, tuple[Mapping[str, int], list[dict[str, Any]]]] = {}
-        """What was said of a run's dead letters, and the counts of its ledger then: there may be many."""
+        """The last answer about a run's dead letters, and the counts of its ledger then: there may be many."""
 
     def is_up(self, run_dir: Path) -> bool:
         """True while an `up` holds the directory."""
@@ -145,7 +145,7 @@ class Services:
             return False
 
     async def fleet(self, run_dir: Path) -> dict[str, Any]:
-        """What `meshrl fleet --json` prints. Raises MeshError."""
+        """The output of `meshrl fleet --json`. Raises MeshError."""
         async with self._asking:
             mesh = await asyncio.to_thread(mesh_of, run_dir, role=MeshRole.READER)
             assert mesh.trainer is not None
@@ -153,7 +153,7 @@ class Services:
             return membership_json(await read_membership(address))
 
     async def flow(self, run_dir: Path) -> dict[str, Any]:
-        """What `meshrl ledger`, `why-waiting` and `dead-letters` say. Raises MeshError."""
+        """The answers of `meshrl ledger`, `why-waiting` and `dead-letters`. Raises MeshError."""
         async with self._asking:
             mesh = await asyncio.to_thread(mesh_of, run_dir, stopped=True, role=MeshRole.READER)
             if mesh.stopped is None:
@@ -167,7 +167,7 @@ class Services:
             return self._stored[run_dir][1]
 
     async def replay(self, run_dir: Path, stage: str, outcome: str, reason: str) -> int:
-        """What `meshrl dead-letters replay` does, for the rows of one reason. Raises MeshError."""
+        """Replay the dead letters of one reason, as `meshrl dead-letters replay`. Raises MeshError."""
         async with self._asking:
             mesh = await asyncio.to_thread(mesh_of, run_dir, stopped=True, role=MeshRole.OPERATOR)
             async with mesh.open_queue(RETRY_S) as queue:

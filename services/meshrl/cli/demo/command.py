@@ -175,7 +175,7 @@ class DemoHistory:
 
 
 def summary(history: DemoHistory, ledger: Ledger, export: Path) -> dict[str, Json]:
-    """What `runs/demo/summary.json` holds."""
+    """The content of `runs/demo/summary.json`."""
     first, last = history.evaluations[0], history.evaluations[-1]
     return {
         "accuracy_before": first["val/score/mean"],

@@ -1,4 +1,4 @@
-"""What the demo trains: programs to trace, and a model that has seen both ways to answer and prefers the wrong one.
+"""The demo's task, programs to trace, and its model: one that has seen both ways to answer and prefers the wrong one.
 
 random weights ──sft: worked solutions──▶ can think ──sft: mostly bare answers──▶ mostly does not
 """

@@ -34,7 +34,7 @@ class Stage:
     """At most."""
     lr: float
     seed: int
-    """Of the order of its pairs."""
+    """Seed of the order of its pairs."""
     enough: float | None = None
     """Exact match on held-out rows that ends it; None measures nothing and runs all steps."""
 

@@ -183,7 +183,7 @@ async def _lead(
 
 
 def _rewards(recipe: Recipe, queue: Queue, judge: JudgeClient | None) -> RewardVersionGuard | None:
-    """What makes each batch one of a single reward version, unless the recipe lets them mix."""
+    """A guard that makes each batch one of a single reward version, unless the recipe lets them mix."""
     if recipe.reward.mixed_versions != "rescore":
         return None
     return RewardVersionGuard(queue, judge, token_rewards=recipe.reward.token_rewards)
