@@ -42,7 +42,6 @@ MOST_TRIES: Final = 4
 """Of one request: HTTP clients repeat what broke."""
 PAUSE_S: Final = 1.0
 BODY_BYTES: Final = 1 << 20
-NO_LIMIT: Final = 1e9
 
 Answer = tuple[int, dict[str, Any]]
 """Status and body. Status 0: the connection broke, and nobody knows whether the request was worked on."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from meshrl.common.line_file import LineFile
-from meshrl.contract.errors import MeshError
+from meshrl.contract.errors import CapacityError, MeshError
 from meshrl.rewardd.registry.registry import Accepted, Registry
 from meshrl.rewardd.registry.types import Name, Submission, content_hash
 from meshrl.rpc.identity import CALLER, Presented, Principal
@@ -49,8 +49,9 @@ class RewardAuditLog:
         )
 
     def refused(self, method: str, caller: Presented, error: MeshError) -> None:
-        """Write a line on a change that was refused to a caller."""
-        if action := ACTIONS.get(method):
+        """Write a line on a refused change; none once the caller asks too often, so that a flood fills no disk."""
+        action = ACTIONS.get(method)
+        if action is not None and not isinstance(error, CapacityError):
             self.write(action, caller, name=caller.subject, result=error.code, why=error.message)
 
     def close(self) -> None:

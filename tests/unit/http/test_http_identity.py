@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from meshrl.rpc import credentials
 from meshrl.rpc.audit_log import AuditedChanges, RewardAuditLog
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.http_server import CERTIFICATE
-from meshrl.rpc.identity import Identity
+from meshrl.rpc.identity import Identity, registry_rates
 
 OPEN = {("GET", "/health")}
 LOOK = {MeshRole.OPERATOR, MeshRole.SUBMITTER, MeshRole.READER}
@@ -152,6 +153,27 @@ async def test_every_route_of_the_gateway_asks_and_agents_alone_claim(run_dir: P
         if role not in (MeshRole.AGENT, MeshRole.OPERATOR)
     }
     assert set(claims.values()) == {403}, claims
+
+
+async def test_refused_changes_are_logged_until_they_are_too_many(run_dir: Path) -> None:
+    audit = RewardAuditLog(run_dir / "audit.jsonl")
+    verifiers = credentials.verifiers_file(run_dir)
+    identity = Identity(verifiers, rates=registry_rates(1e6, 2))
+    identity.refused = audit.refused
+    absent: Any = Absent()
+    app = build_registry(absent, AuditedChanges(absent, audit), identity, 1 << 20)
+    submit = ("POST", "/v1/rewards")
+    assert [await status(app, submit) for _ in range(4)] == [401, 401, 429, 429]
+    reader = bearer(run_dir, MeshRole.READER)
+    assert [await status(app, submit, reader) for _ in range(3)] == [403, 403, 429]
+    assert await status(app, ("GET", "/v1/rewards")) == 401
+    lines = [json.loads(line) for line in (run_dir / "audit.jsonl").read_text().splitlines()]
+    assert [(line["action"], line["result"]) for line in lines] == [
+        ("submit", "unauthenticated"),
+        ("submit", "unauthenticated"),
+        ("submit", "forbidden"),
+        ("submit", "forbidden"),
+    ]
 
 
 async def test_no_byte_of_a_strangers_body_is_read(run_dir: Path) -> None:
