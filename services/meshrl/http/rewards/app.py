@@ -109,13 +109,7 @@ def _add_versions(router: APIRouter, registry: Registry) -> None:
     @router.get("")
     async def list_rewards() -> m.ListModel:
         """Every name, and what scores the run."""
-        listing = registry.listing()
-        return m.ListModel(
-            names=[m.NameModel.of(name) for name in listing.names],
-            followed=listing.followed,
-            scoring=listing.scoring,
-            base=listing.base,
-        )
+        return m.ListModel.of(registry.listing())
 
     @router.get("/{name}")
     async def get_reward(name: str) -> m.NameModel:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import base64
 import binascii
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
 from meshrl.contract.codec import printable
 from meshrl.contract.errors import UserError
-from meshrl.contract.types import Json, Outcome, Sample, Score, Uid
+from meshrl.contract.types import Json, Outcome, Sample, Uid
 from meshrl.rewardd.pool.signatures import FunctionKind
-from meshrl.rewardd.registry.types import Case, Differences, Manifest, Name, Submission
+from meshrl.rewardd.registry.types import Case, Differences, Manifest, Submission
 
 
 def _text(value: str) -> str:
@@ -30,7 +30,16 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
-class CaseModel(_Model):
+class _Same(_Model):
+    """Has fields of a type of the registry."""
+
+    @classmethod
+    def of(cls, value: object) -> Self:
+        """From the registry's type."""
+        return cls.model_validate(value, from_attributes=True)
+
+
+class CaseModel(_Same):
     """A sample and the score that it must get."""
 
     solution: Text
@@ -43,11 +52,6 @@ class CaseModel(_Model):
     def case(self) -> Case:
         """As the registry's type."""
         return Case(**self.model_dump())
-
-    @classmethod
-    def of(cls, case: Case) -> CaseModel:
-        """From the registry's type."""
-        return cls.model_validate(case, from_attributes=True)
 
 
 class SubmitBody(_Model):
@@ -104,26 +108,15 @@ class EventModel(_Model):
     note: str = ""
 
 
-class NameModel(_Model):
+class NameModel(_Same):
     """A name and its history."""
 
     name: str
     current: str
     """The version that it points to; empty while it points nowhere."""
     versions: list[str]
-    retired: list[str]
+    retired: Annotated[list[str], BeforeValidator(sorted)]
     history: list[EventModel]
-
-    @classmethod
-    def of(cls, name: Name) -> NameModel:
-        """From the registry's type."""
-        return cls(
-            name=name.name,
-            current=name.current,
-            versions=list(name.versions),
-            retired=sorted(name.retired),
-            history=[EventModel.model_validate(e, from_attributes=True) for e in name.history],
-        )
 
 
 class AcceptedModel(_Model):
@@ -170,7 +163,7 @@ class DifferencesModel(_Model):
         return cls(**{name: getattr(differences, name) for name in names}, largest=largest)
 
 
-class ListModel(_Model):
+class ListModel(_Same):
     """Every name, and what scores the run."""
 
     names: list[NameModel]
@@ -231,7 +224,7 @@ class ScoreBody(_Model):
     """Empty: the current one."""
 
 
-class ScoreModel(_Model):
+class ScoreModel(_Same):
     """A judge's result for a sample; `score` counts unless `outcome` is a fault."""
 
     outcome: Outcome
@@ -239,17 +232,6 @@ class ScoreModel(_Model):
     components: dict[str, float]
     reason: str
     reward_hash: str
-
-    @classmethod
-    def of(cls, score: Score) -> ScoreModel:
-        """From the registry's type."""
-        return cls(
-            outcome=score.outcome,
-            score=score.score,
-            components=dict(score.components),
-            reason=score.reason,
-            reward_hash=score.reward_hash,
-        )
 
 
 class CompareBody(_Model):
