@@ -152,10 +152,15 @@ class WeightCoordinator:
             raise ConflictError(
                 f"version {version} of {source.manifest.run!r} at a coordinator of {self._run!r}, epoch {self._epoch}"
             )
+        waits_until = None
+        if self._pace_s is not None:  # else no version was committed yet
+            waits_until = self._begun_at + _PACES * self._pace_s
         with suppress(TimeoutError):
-            async with asyncio.timeout_at(self._waits_until):
+            async with asyncio.timeout_at(waits_until):
                 await self.drained()
-        newest = self._newest
+        newest = self._offered.manifest.version if self._offered is not None else None
+        if newest is None and (last := self._proposed or self._committed) is not None:
+            newest = last.version
         if newest is not None and version < newest:
             raise ConflictError(f"version {version} after {newest}: versions never go back")
         if version != newest:
@@ -170,11 +175,6 @@ class WeightCoordinator:
             raise failure
         if self._closed:
             raise UnavailableError("the weight coordinator is closed")
-
-    @property
-    def _waits_until(self) -> float | None:
-        """When `publish` goes on though a version is in transfer; None before one was committed."""
-        return None if self._pace_s is None else self._begun_at + _PACES * self._pace_s
 
     @property
     def silence_s(self) -> float:
@@ -223,7 +223,11 @@ class WeightCoordinator:
         failure: MeshError = UnavailableError("it died or left")
         try:
             await self._notify()
-            await self._welcome(replica)
+            # The stamp's epoch is what the replica fences by.
+            about = stamp(self._run, generation, Version(self._epoch, 0))
+            config = self._config
+            welcome = pb.PlaneWelcome(beat_s=config.beat_s, silence_s=config.silence_s)
+            await stream.send(pb.PlaneMessage(stamp=about, welcome=welcome))
             await first_ends(
                 stream.read_loop(generation, replica.inspect),
                 stream.heartbeat_loop(lambda: beat, self._config.beat_s),
@@ -299,12 +303,6 @@ class WeightCoordinator:
         self._replicas[replica.name] = replica
         return replica
 
-    async def _welcome(self, replica: Replica) -> None:
-        welcome = pb.PlaneWelcome(beat_s=self._config.beat_s, silence_s=self._config.silence_s)
-        # The stamp's epoch is what the replica fences by.
-        about = stamp(self._run, replica.generation, Version(self._epoch, 0))
-        await replica.receiver.stream.send(pb.PlaneMessage(stamp=about, welcome=welcome))
-
     async def _keep_updated(self, replica: Replica) -> None:
         """Send version after version to one replica, the newest committed one before any proposed one."""
         skipped = 0
@@ -326,7 +324,8 @@ class WeightCoordinator:
         transaction.enter(replica.generation)
         try:
             await replica.begin(transaction.source)
-            if may_skip and self._is_superseded(transaction):
+            committed = self._committed
+            if may_skip and committed is not None and transaction.version < committed.version:
                 replica.skip()
                 transaction.leave(replica.generation)
                 return False
@@ -363,10 +362,6 @@ class WeightCoordinator:
             )  # fmt: skip
         await self._notify()
         return True
-
-    def _is_superseded(self, transaction: Transaction) -> bool:
-        """A newer version is committed: a replica that joins while versions follow fast takes that one."""
-        return self._committed is not None and transaction.version < self._committed.version
 
     async def _wait_for_stragglers(self, transaction: Transaction) -> None:
         """Half of the members hold the version: wait half as long again, then accept the late quorum."""
@@ -488,13 +483,6 @@ class WeightCoordinator:
         proposed = self._proposed
         parked = proposed is None or proposed.phase is Phase.PARKED
         return self._offered is not None or not parked
-
-    @property
-    def _newest(self) -> Version | None:
-        if self._offered is not None:
-            return self._offered.manifest.version
-        newest = self._proposed or self._committed
-        return newest.version if newest else None
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
         async with self._changed:

@@ -224,8 +224,10 @@ class ShmReader(Channel):
             self._mapped = None  # it was wrong, and has been written again, perhaps in another file
         self._received.add(key)
         starts = offsets(manifest)
-        memory = self._map(manifest, starts[-1])
-        content = np.frombuffer(memory, dtype=np.uint8)
+        if self._mapped is None or self._mapped[0] != manifest.version:
+            name = segment_name(self._nonce, manifest)
+            self._mapped = manifest.version, self._memory.map(name, starts[-1])
+        content = np.frombuffer(self._mapped[1], dtype=np.uint8)
         return content[starts[index] : starts[index] + manifest.bucket_bytes[index]]
 
     @override
@@ -234,13 +236,6 @@ class ShmReader(Channel):
         self._mapped = None
         for pattern in (PATTERN, PROBES):
             self._memory.sweep(pattern)
-
-    def _map(self, manifest: WeightManifest, size: int) -> Mapped:
-        if self._mapped is not None and self._mapped[0] == manifest.version:
-            return self._mapped[1]
-        memory = self._memory.map(segment_name(self._nonce, manifest), size)
-        self._mapped = manifest.version, memory
-        return memory
 
 
 def offsets(manifest: WeightManifest) -> list[int]:

@@ -85,7 +85,8 @@ class PatchCache:
         key = _Key(base, manifest.version, index)
         task = self._patches.get(key)
         if task is None:
-            work = self._encode(source, manifest, index, bucket)
+            self.encoded += 1
+            work = self._thread.run(patch_between, source, manifest, index, bucket)
             task = self._patches[key] = asyncio.create_task(work, name=f"patch-{index}")
         # The replica that asked first may leave; the others wait for the same task.
         return await asyncio.shield(task)
@@ -98,12 +99,6 @@ class PatchCache:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _encode(
-        self, base: WeightSource, manifest: WeightManifest, index: int, bucket: Uint8
-    ) -> bytes | None:
-        self.encoded += 1
-        return await self._thread.run(patch_between, base, manifest, index, bucket)
 
 
 @dataclass(slots=True)
