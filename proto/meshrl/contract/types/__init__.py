@@ -16,17 +16,6 @@ from meshrl.contract.types.blocks import (
     pack_rows,
     rounded,
 )
-from meshrl.contract.types.engine import (
-    EngineStats,
-    GenerateDelta,
-    GenerateRequest,
-    OnUpdate,
-)
-from meshrl.contract.types.judge import (
-    PostedReward,
-    Sample,
-    Score,
-)
 from meshrl.contract.types.rows import (
     Columns,
     Float32,
@@ -80,13 +69,18 @@ from meshrl.contract.types.runs import (
     reward_stage,
     rollout_stage,
 )
-from meshrl.contract.types.trainer import (
+from meshrl.contract.types.work import (
+    Adapter,
+    EngineStats,
+    GenerateDelta,
+    GenerateRequest,
+    OnUpdate,
+    PostedReward,
+    Sample,
+    Score,
+    TensorSpec,
     TrainerPhase,
     TrainerStatus,
-)
-from meshrl.contract.types.weights import (
-    Adapter,
-    TensorSpec,
     WeightManifest,
 )
 
