@@ -43,7 +43,7 @@ from meshrl.rollout.engines import build_engine
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.trainer.checkpoint.resume import resume
-from meshrl.trainer.data.feeder import Feeder
+from meshrl.trainer.data.feeder import Feeder, PromptOrder
 from meshrl.trainer.data.prompts import task_maker
 from meshrl.trainer.loop.context import RunContext, TrainerSettings
 from meshrl.trainer.loop.loop import Trainer
@@ -165,7 +165,9 @@ async def _train(
         deadline_s=recipe.rollout.deadline_s,
     )
     prompts = read_prompts(recipe)
-    feeder = Feeder(queue, run, prompts, make_task, epochs=None, shuffle=True, seed=0)
+    feeder = Feeder(
+        queue, run, prompts, make_task, epochs=None, order=PromptOrder(shuffle=True, seed=0)
+    )
     settings = TrainerSettings(
         run=run,
         directory=directory,

@@ -36,7 +36,7 @@ from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.trainer.checkpoint.resume import resume
 from meshrl.trainer.config import FilterGroupsConfig, TrainerConfig
-from meshrl.trainer.data.feeder import Feeder
+from meshrl.trainer.data.feeder import Feeder, PromptOrder
 from meshrl.trainer.data.prompts import Prompt, PromptSet
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.loop.context import RunContext, TrainerSettings
@@ -216,8 +216,7 @@ class Services:
                 prompts,
                 task,
                 epochs=shape.epochs,
-                shuffle=True,
-                seed=self._seed,
+                order=PromptOrder(shuffle=True, seed=self._seed),
                 chunk=shape.chunk,
             )
             incarnation.drain = feeder.stop

@@ -12,7 +12,7 @@ import pytest
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import RunSpec, SamplingParams
-from meshrl.trainer.data.feeder import Feeder
+from meshrl.trainer.data.feeder import Feeder, PromptOrder
 from meshrl.trainer.data.prompts import Prompt, PromptSet, task_maker
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
@@ -43,7 +43,9 @@ def feeder(
     make = task_maker(
         "r", group_size=1, sampling=SamplingParams(), program="single_turn", deadline_s=60
     )
-    return Feeder(queue, "r", PROMPTS, make, epochs=epochs, shuffle=True, seed=seed, **options)
+    asked = {key: options.pop(key) for key in ("weights", "curriculum") if key in options}
+    order = PromptOrder(shuffle=True, seed=seed, **asked)
+    return Feeder(queue, "r", PROMPTS, make, epochs=epochs, order=order, **options)
 
 
 async def eat(queue: TransferQueue, count: int) -> list[str]:

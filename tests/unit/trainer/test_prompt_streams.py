@@ -12,7 +12,7 @@ import pytest
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import RunSpec, SamplingParams, Task, Version
-from meshrl.trainer.data.feeder import Feeder
+from meshrl.trainer.data.feeder import Feeder, PromptOrder
 from meshrl.trainer.data.prompt_streams import LevelHistory, LevelStream, MixedStream, level_scores
 from meshrl.trainer.data.prompts import Prompt, PromptSet, task_maker
 from meshrl.trainer.data.reasoning_gym import ReasoningGymConfig, ReasoningGymCurriculumConfig
@@ -195,7 +195,8 @@ def feeder(queue: TransferQueue) -> Feeder:
         "r", group_size=1, sampling=SamplingParams(), program="single_turn", deadline_s=60
     )
     prompts = PromptSet(prompts=PROMPTS, skipped=0, fingerprint="p")
-    return Feeder(queue, "r", prompts, make, epochs=None, shuffle=True, seed=7, levels=stream())
+    order = PromptOrder(shuffle=True, seed=7, levels=stream())
+    return Feeder(queue, "r", prompts, make, epochs=None, order=order)
 
 
 async def full(queue: TransferQueue) -> None:
@@ -251,19 +252,19 @@ async def test_a_chunk_that_was_begun_keeps_its_levels_when_scores_change_before
     queue = await open_queue(tmp_path, "disk")
     first = feeder(queue)
     first.position = 4 * BATCH
-    assert first._levels
-    await first._follow_scores(first._levels)  # stores that this chunk has level 0
+    assert first._order.levels
+    await first._follow_scores(first._order.levels)  # stores that this chunk has level 0
     await queue.admit("r.eval", [], cursor=raised(1).text(), wait_s=0)
     await queue.close()
     queue = await open_queue(tmp_path, "disk")  # what the queue has on disk, and no more
     second = feeder(queue)
     second.position = second._start(await queue.run_state("r"))
-    assert second._levels and second.position == 4 * BATCH
-    await second._follow_scores(second._levels)
-    assert second._levels.state()["levels"] == {}
+    assert second._order.levels and second.position == 4 * BATCH
+    await second._follow_scores(second._order.levels)
+    assert second._order.levels.state()["levels"] == {}
     second.position += BATCH
-    await second._follow_scores(second._levels)
-    assert second._levels.state()["levels"] == {"gcd": 1, "lcm": 1}
+    await second._follow_scores(second._order.levels)
+    assert second._order.levels.state()["levels"] == {"gcd": 1, "lcm": 1}
     await queue.close()
 
 
@@ -272,10 +273,10 @@ async def test_a_run_without_levels_does_not_go_on_with_them_nor_the_other_way(
 ) -> None:
     queue = await open_queue(tmp_path)
     with_levels = feeder(queue)
-    assert with_levels._levels
-    await with_levels._follow_scores(with_levels._levels)
+    assert with_levels._order.levels
+    await with_levels._follow_scores(with_levels._order.levels)
     without = feeder(queue)
-    without._levels = None
+    without._order = PromptOrder(shuffle=True, seed=7)
     with pytest.raises(UserError, match="was fed curriculum held-out score, now it is None"):
         without._start(await queue.run_state("r"))
     await queue.admit("r", [], cursor=without._cursor(4), wait_s=0)

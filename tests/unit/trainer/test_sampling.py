@@ -23,7 +23,7 @@ from meshrl.trainer.algorithms.advantages.hgpo import compute as hgpo
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.algorithms.rollout_correction import interpolate
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, OverlongBufferConfig
-from meshrl.trainer.data.feeder import Feeder
+from meshrl.trainer.data.feeder import Feeder, PromptOrder
 from meshrl.trainer.data.prompts import Prompt, PromptSet
 from meshrl.trainer.learner.beside import explained_variance, monte_carlo
 from meshrl.trainer.learner.experience import assemble, redrawn, schedule
@@ -244,7 +244,7 @@ async def fed(made: PromptSet, curriculum: str | None, epochs: int = 1) -> list[
     feeder = Feeder(
         queue, "r", made,  # type: ignore[arg-type]
         lambda prompt, name: Task(run="r", task_id=name, prompt_ids=prompt.prompt_ids),
-        epochs=epochs, shuffle=True, seed=3, curriculum=curriculum,
+        epochs=epochs, order=PromptOrder(shuffle=True, seed=3, curriculum=curriculum),
     )  # fmt: skip
     await feeder.run()
     return [int(task.task_id.split("-")[1]) for task in queue.tasks]

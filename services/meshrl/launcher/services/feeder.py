@@ -11,7 +11,7 @@ from meshrl.launcher.prompts import read_prompts
 from meshrl.launcher.stage_service import open_runs, work_until_stopped
 from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer, ServiceContext
-from meshrl.trainer.data.feeder import Feeder
+from meshrl.trainer.data.feeder import Feeder, PromptOrder
 from meshrl.trainer.data.prompt_streams import LevelStream
 from meshrl.trainer.data.prompts import PromptSet, task_maker
 
@@ -38,11 +38,13 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             prompts,
             make_task,
             epochs=None if recipe.trainer.total_training_steps else recipe.trainer.total_epochs,
-            shuffle=recipe.data.shuffle,
-            seed=recipe.data.seed,
-            curriculum=recipe.data.curriculum,
-            weights=recipe.data.weights,
-            levels=_levels(recipe, prompts),
+            order=PromptOrder(
+                shuffle=recipe.data.shuffle,
+                seed=recipe.data.seed,
+                curriculum=recipe.data.curriculum,
+                weights=recipe.data.weights,
+                levels=_levels(recipe, prompts),
+            ),
             accept_changes=context.accept_changes or changes_accepted(recipe.run.path),
         )
         mark_fed(recipe.run.path)

@@ -14,6 +14,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -38,6 +39,21 @@ ADMIT_WAIT_S = 30.0
 """Length of one wait for admission; waits repeat without end, and the queue's why_waiting shows them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOrder:
+    """Which prompts an epoch asks, and in which order."""
+
+    shuffle: bool
+    """Another order in every epoch."""
+    seed: int
+    curriculum: str | None = None
+    """Orders each epoch instead of `shuffle`; see `meshrl.trainer.data.curricula`."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Shares of the sources in each epoch; see `MixedStream`. Empty: every prompt once."""
+    levels: LevelStream | None = None
+    """Prompts of the level that each task has now, instead of all."""
+
+
 class Feeder:
     """Feeds one run: `epochs` passes over the prompts, or passes without end when it is None."""
 
@@ -49,11 +65,7 @@ class Feeder:
         make_task: Callable[[Prompt, str], Task],
         *,
         epochs: int | None,
-        shuffle: bool,
-        seed: int,
-        curriculum: str | None = None,
-        weights: Mapping[str, float] | None = None,
-        levels: LevelStream | None = None,
+        order: PromptOrder,
         chunk: int = CHUNK,
         accept_changes: bool = False,
     ) -> None:
@@ -65,11 +77,7 @@ class Feeder:
             prompts: The prompts.
             make_task: From a prompt and a task id to a task.
             epochs: Passes over the prompts; None: without end.
-            shuffle: Another order in every epoch.
-            seed: Of the order.
-            curriculum: Orders each epoch instead of `shuffle`; see `meshrl.trainer.data.curricula`.
-            weights: Shares of the sources in each epoch; see `MixedStream`. None: every prompt once.
-            levels: Prompts of the level that each task has now, instead of all.
+            order: Of an epoch.
             chunk: Tasks per call.
             accept_changes: Go on with other prompts, or in another order, than were fed before: from their beginning.
 
@@ -87,21 +95,18 @@ class Feeder:
         self._prompts = prompts
         self._make_task = make_task
         self._total = None if epochs is None else epochs * len(prompts.prompts)
-        self._shuffle = shuffle
-        self._seed = seed
+        self._order = order
+        levels, curriculum = order.levels, order.curriculum
         # A chunk has the levels that were in force when it was begun.
         self._chunk = min(chunk, levels.batch) if levels else chunk
-        self._levels = levels
-        self._curriculum = curriculum
-        self._curriculum_order: Order | None = (
+        self._curriculum: Order | None = (
             load(CURRICULA, curriculum, "order") if curriculum else None
         )
-        self._weights = dict(weights or {})
-        self._mixture = (
-            MixedStream(prompts.prompts, self._weights, shuffle=shuffle, seed=seed)
-            if weights
-            else None
-        )
+        self._mixture: MixedStream | None = None
+        if order.weights:
+            self._mixture = MixedStream(
+                prompts.prompts, order.weights, shuffle=order.shuffle, seed=order.seed
+            )
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
@@ -126,8 +131,8 @@ class Feeder:
         waiting: list[Task] = []
         while not self._stop.is_set():
             # The position is stored when a whole chunk is in, so a chunk is finished before the next one starts.
-            if self._levels and not waiting:
-                await self._follow_scores(self._levels)
+            if self._order.levels and not waiting:
+                await self._follow_scores(self._order.levels)
             waiting = waiting or list(itertools.islice(tasks, self._chunk))
             if not waiting:
                 await self._close()
@@ -194,8 +199,8 @@ class Feeder:
     def _places(self, start: int) -> Iterator[tuple[int, int]]:
         """From position `start` of these prompts on: for the how-manieth time each is asked, and its place."""
         size = len(self._prompts.prompts)
-        while self._levels:
-            yield self._levels.draw(self._began + start)
+        while self._order.levels:
+            yield self._order.levels.draw(self._began + start)
             start += 1
         for epoch in itertools.count(start // size):
             yield from self._draws(epoch)[max(0, start - epoch * size) :]
@@ -204,37 +209,38 @@ class Feeder:
         """The epoch's prompts in order: for the how-manieth time each is asked, and its place."""
         if self._mixture is not None:
             return self._mixture.epoch(epoch)
-        return [(epoch, place) for place in self._order(epoch)]
+        return [(epoch, place) for place in self._epoch(epoch)]
 
-    def _order(self, epoch: int) -> list[int]:
-        size = len(self._prompts.prompts)
-        if self._curriculum_order is not None:
-            return self._checked(self._curriculum_order(self._prompts.prompts, epoch, self._seed))
-        if not self._shuffle:
+    def _epoch(self, epoch: int) -> list[int]:
+        size, seed = len(self._prompts.prompts), self._order.seed
+        if self._curriculum is not None:
+            return self._checked(self._curriculum(self._prompts.prompts, epoch, seed))
+        if not self._order.shuffle:
             return list(range(size))
-        order: list[int] = np.random.default_rng((self._seed, epoch)).permutation(size).tolist()
+        order: list[int] = np.random.default_rng((seed, epoch)).permutation(size).tolist()
         return order
 
     def _checked(self, order: Sequence[int]) -> list[int]:
         """Check that a curriculum has each prompt once: the ledger counts them."""
         if sorted(order) != list(range(len(self._prompts.prompts))):
             raise UserError(
-                f"data.curriculum {self._curriculum}: order() gave {len(order)} places, want each of"
+                f"data.curriculum {self._order.curriculum}: order() gave {len(order)} places, want each of"
                 f" 0..{len(self._prompts.prompts) - 1} once"
             )
         return list(order)
 
     def _cursor(self, position: int) -> str:
-        levels = {"levels": self._levels.state()} if self._levels else {}
+        levels = {"levels": self._order.levels.state()} if self._order.levels else {}
         began = {"began": self._began, "first_turn": self._first_turn} if self._first_turn else {}
         return json.dumps({"position": position, **began, **levels, **self._identity()})
 
     def _identity(self) -> dict[str, object]:
-        seed = self._seed if self._shuffle or self._curriculum or self._levels else None
+        order = self._order
+        seed = order.seed if order.shuffle or order.curriculum or order.levels else None
         identity: dict[str, object] = {"data": self._prompts.fingerprint, "seed": seed}
-        if self._weights:
-            identity["weights"] = self._weights
-        if curriculum := "held-out score" if self._levels else self._curriculum:
+        if order.weights:
+            identity["weights"] = dict(order.weights)
+        if curriculum := "held-out score" if order.levels else order.curriculum:
             identity["curriculum"] = curriculum
         return identity
 
@@ -259,6 +265,6 @@ class Feeder:
             # No prompt was asked more often than prompts were, those of the chunk that was being admitted included.
             self._first_turn += position - self._began + CHUNK
             self._began = position
-        elif self._levels:
-            self._levels.restore(levels)
+        elif self._order.levels:
+            self._order.levels.restore(levels)
         return position
