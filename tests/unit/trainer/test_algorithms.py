@@ -264,6 +264,23 @@ import {package}
     assert python(add + COMPUTE, tmp_path) == "[0.25, 0.5]\n"
 
 
+def test_every_formula_with_its_options_is_imported_where_torch_is_not_installed(
+    tmp_path: Path,
+) -> None:
+    code = """
+import importlib, sys
+sys.modules["torch"] = None
+from meshrl.common import plugins
+from meshrl.trainer.algorithms.options import ADVANTAGES, LOSSES
+from meshrl.trainer.algorithms.recipe_defaults import COMBINED
+for package in (ADVANTAGES, LOSSES, COMBINED):
+    for module in plugins.modules(package).values():
+        importlib.import_module(module)
+print("all")
+"""
+    assert python(code, tmp_path) == "all\n"
+
+
 def test_options_from_outside_are_checked_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
