@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.ragged import Ragged
 
 if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig
+    from meshrl.trainer.config import AlgorithmConfig as AlgorithmConfig
+    from meshrl.trainer.config import Conventions as Conventions
+else:  # it is put together from the options beside the formulas
+    AlgorithmConfig = Conventions = Any
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

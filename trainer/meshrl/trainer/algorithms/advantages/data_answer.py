@@ -9,15 +9,14 @@ Trained with `policy_loss.loss_mode: spin`. The pairs are made by the trainer (`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.advantages._types import (
+    AdvantageBatch,
+    Advantages,
+    AlgorithmConfig,
+    broadcast,
+)
 from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.options import need
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig
-
 
 NEEDS = ("data_answers",)
 

@@ -10,14 +10,13 @@ loss: `loss_agg_mode: seq-mean-token-sum-norm`, so that long wrong answers are n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.advantages._types import (
+    AdvantageBatch,
+    Advantages,
+    AlgorithmConfig,
+    broadcast,
+)
 from meshrl.trainer.algorithms.advantages.grpo import group_relative
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig
-
 
 GROUP_BASELINE = True
 DEFAULTS = {

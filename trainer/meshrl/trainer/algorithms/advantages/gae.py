@@ -18,18 +18,13 @@ OpenAI's, with V_old the values that the advantages were computed with:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meshrl.common.config import Config
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, AlgorithmConfig
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.losses._types import LossOutput
 from meshrl.trainer.algorithms.options import need, options
 from meshrl.trainer.algorithms.ragged import Ragged, whiten
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig
 
 
 class Options(Config):

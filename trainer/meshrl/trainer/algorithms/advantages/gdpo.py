@@ -9,21 +9,21 @@ With components added first, as GRPO has it, different combinations of component
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
 from meshrl.common.config import Config
 from meshrl.contract.errors import ConfigError
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, group_metrics
+from meshrl.trainer.algorithms.advantages._types import (
+    AdvantageBatch,
+    Advantages,
+    AlgorithmConfig,
+    group_metrics,
+)
 from meshrl.trainer.algorithms.advantages.grpo import Options as GrpoOptions
 from meshrl.trainer.algorithms.advantages.grpo import group_relative
 from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import whiten
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig
 
 
 class Options(Config):

@@ -25,6 +25,7 @@ from meshrl.common.config import Config
 from meshrl.trainer.algorithms.advantages._types import (
     AdvantageBatch,
     Advantages,
+    AlgorithmConfig,
     Steps,
     broadcast,
     group_metrics,
@@ -36,7 +37,6 @@ from meshrl.trainer.algorithms.ragged import Ragged
 
 if TYPE_CHECKING:
     from meshrl.contract.types import Trajectory
-    from meshrl.trainer.config import AlgorithmConfig
 
 
 class GigpoConfig(Config):

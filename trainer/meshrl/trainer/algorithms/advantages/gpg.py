@@ -10,16 +10,16 @@ f_norm = 1. Trained with the plain policy gradient: `policy_loss.loss_mode: gpg`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.advantages._types import (
+    AdvantageBatch,
+    Advantages,
+    AlgorithmConfig,
+    Conventions,
+    broadcast,
+)
 from meshrl.trainer.algorithms.advantages.grpo import group_relative
 from meshrl.trainer.algorithms.lazy_torch import Tensor
 from meshrl.trainer.algorithms.ragged import Ragged
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig, Conventions
-
 
 GROUP_BASELINE = True
 DEFAULTS = {

@@ -10,16 +10,17 @@ with s_i the response's reward and std unbiased. `norm_adv_by_std_in_grpo=False`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meshrl.common.config import Config
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.advantages._types import (
+    AdvantageBatch,
+    Advantages,
+    AlgorithmConfig,
+    Conventions,
+    broadcast,
+)
 from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig, Conventions
 
 
 class Options(Config):

@@ -9,18 +9,17 @@ A tie for the best leaves no lead. `norm_adv_by_std_in_grpo: false` drops the di
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meshrl.contract.errors import ConfigError
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.advantages._types import (
+    AdvantageBatch,
+    Advantages,
+    AlgorithmConfig,
+    broadcast,
+)
 from meshrl.trainer.algorithms.advantages.grpo import EPSILON, Options
 from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig
-
 
 GROUP_BASELINE = True
 

@@ -14,7 +14,7 @@ as k = 0. What a step and an observation are: gigpo.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
@@ -22,6 +22,7 @@ from meshrl.common.config import Config
 from meshrl.trainer.algorithms.advantages._types import (
     AdvantageBatch,
     Advantages,
+    AlgorithmConfig,
     broadcast,
     group_metrics,
 )
@@ -29,9 +30,6 @@ from meshrl.trainer.algorithms.advantages.gigpo import returns_of_steps, step_re
 from meshrl.trainer.algorithms.advantages.grpo import EPSILON, group_relative
 from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.options import need, options
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig
 
 
 class HgpoConfig(Config):

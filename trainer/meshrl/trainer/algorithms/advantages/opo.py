@@ -10,14 +10,13 @@ The paper trains exactly on-policy, without KL and entropy terms.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.advantages._types import (
+    AdvantageBatch,
+    Advantages,
+    AlgorithmConfig,
+    broadcast,
+)
 from meshrl.trainer.algorithms.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig
-
 
 GROUP_BASELINE = True
 DEFAULTS = {

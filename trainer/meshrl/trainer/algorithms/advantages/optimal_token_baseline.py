@@ -13,22 +13,18 @@ left, which would be its own baseline: `otb_handle_zero_tail` leaves it without.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
 from meshrl.common.config import Config
 from meshrl.trainer.algorithms.advantages._types import (
     AdvantageBatch,
     Advantages,
+    AlgorithmConfig,
     group_metrics,
 )
 from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.options import need, options
 from meshrl.trainer.algorithms.ragged import Ragged
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig
 
 
 class Options(Config):

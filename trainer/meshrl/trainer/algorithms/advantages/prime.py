@@ -14,7 +14,7 @@ and π_φ is trained on the outcomes (acc in {0, 1}) of the same rollouts, with 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -22,6 +22,7 @@ from meshrl.common.config import Config
 from meshrl.trainer.algorithms.advantages._types import (
     AdvantageBatch,
     Advantages,
+    AlgorithmConfig,
     group_metrics,
     outcome_rewards,
 )
@@ -29,9 +30,6 @@ from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.options import need, options
 from meshrl.trainer.algorithms.ragged import Ragged, whiten
 from meshrl.trainer.learner.optimizer_config import OptimConfig
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig
 
 
 class RewardModelOptimConfig(OptimConfig):

@@ -10,14 +10,10 @@ r usually carries the KL penalty (`use_kl_in_reward`). t counts trained tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, AlgorithmConfig
 from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.ragged import whiten
 
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig
 DEFAULTS = {
     "algorithm": {
         "adv_estimator": "reinforce_plus_plus",

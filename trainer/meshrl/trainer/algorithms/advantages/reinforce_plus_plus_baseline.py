@@ -9,15 +9,14 @@ The batch's spread replaces GRPO's division by each group's own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, group_metrics
+from meshrl.trainer.algorithms.advantages._types import (
+    AdvantageBatch,
+    Advantages,
+    AlgorithmConfig,
+    group_metrics,
+)
 from meshrl.trainer.algorithms.advantages.grpo import group_relative
 from meshrl.trainer.algorithms.ragged import whiten
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig
-
 
 GROUP_BASELINE = True
 

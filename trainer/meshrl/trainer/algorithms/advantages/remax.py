@@ -8,15 +8,9 @@ Li et al. 2023, https://arxiv.org/abs/2310.10505, algorithm 1:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, AlgorithmConfig
 from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.options import need
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig
-
 
 NEEDS = ("reward_baselines",)
 DEFAULTS = {

@@ -9,15 +9,14 @@ Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.advantages._types import (
+    AdvantageBatch,
+    Advantages,
+    AlgorithmConfig,
+    broadcast,
+)
 from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.ragged import Ragged
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig
-
 
 GROUP_BASELINE = True
 DEFAULTS = {

@@ -10,18 +10,18 @@ different difficulty; `conventions: verl` does so too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import NonNegativeFloat
 
 from meshrl.common.config import Config
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.advantages._types import (
+    AdvantageBatch,
+    Advantages,
+    AlgorithmConfig,
+    broadcast,
+)
 from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig
 
 
 class Options(Config):

@@ -8,9 +8,7 @@ nobody's siblings.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, AlgorithmConfig
 from meshrl.trainer.algorithms.advantages.optimal_token_baseline import (
     Options,
     baseline,
@@ -18,10 +16,6 @@ from meshrl.trainer.algorithms.advantages.optimal_token_baseline import (
     finish,
 )
 from meshrl.trainer.algorithms.options import options
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig
-
 
 NEEDS = ("old_logprobs", "sum_pi_squared")
 GROUP_BASELINE = True

@@ -12,19 +12,14 @@ clip-higher, token-mean, NLL on correct answers (positive_nll_coef 0.1).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import PositiveFloat
 
 from meshrl.common.config import Config
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, AlgorithmConfig
 from meshrl.trainer.algorithms.advantages.gae import gae
 from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.options import need, options
 from meshrl.trainer.algorithms.ragged import whiten
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import AlgorithmConfig
 
 
 class VapoConfig(Config):

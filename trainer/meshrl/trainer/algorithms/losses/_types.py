@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.ragged import LOG_RATIO_BOUND, Ragged
 
 if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
+    from meshrl.trainer.config import ActorConfig as ActorConfig
+else:  # it is put together from the options beside the formulas
+    ActorConfig = Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

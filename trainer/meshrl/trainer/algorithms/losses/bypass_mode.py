@@ -12,16 +12,12 @@ Settings: `policy_loss.rollout_correction`. Batch normalisation of weights is ov
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.losses import reinforce, vanilla
-from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
+from meshrl.trainer.algorithms.losses._types import ActorConfig, LossInputs, LossOutput
 from meshrl.trainer.algorithms.rollout_correction import correct
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

@@ -9,11 +9,10 @@ Every token keeps a gradient. The paper clips from above only: set `clip_ratio_l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.losses._types import (
+    ActorConfig,
     LossInputs,
     LossOutput,
     clip_range,
@@ -22,8 +21,6 @@ from meshrl.trainer.algorithms.losses._types import (
     weighted,
 )
 
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
 DEFAULTS = {
     "algorithm": {
         "adv_estimator": "grpo",

@@ -11,12 +11,11 @@ clip, and the log-ratio is not clamped. The choice is made within a micro-batch 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meshrl.common.config import Config
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.losses._types import (
+    ActorConfig,
     LossInputs,
     LossOutput,
     clip_range,
@@ -26,9 +25,6 @@ from meshrl.trainer.algorithms.losses._types import (
 )
 from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
 
 
 class Options(Config):

@@ -13,7 +13,6 @@ pair must meet in one micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
@@ -21,11 +20,8 @@ from meshrl.common.config import Config
 from meshrl.contract.errors import InfraError
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
-from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
+from meshrl.trainer.algorithms.losses._types import ActorConfig, LossInputs, LossOutput
 from meshrl.trainer.algorithms.options import need, options
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
 
 
 class Options(Config):

@@ -13,11 +13,10 @@ may not. `clip_ratio*` are thresholds on the KL here, typically 0.05, not on the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.losses._types import (
+    ActorConfig,
     LossInputs,
     LossOutput,
     clip_range,
@@ -25,10 +24,6 @@ from meshrl.trainer.algorithms.losses._types import (
     mean_metrics,
     weighted,
 )
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
-
 
 EPSILON = 1e-8
 CLIP_RATIO_C = 20.0

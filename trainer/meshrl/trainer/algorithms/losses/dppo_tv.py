@@ -10,15 +10,10 @@ Qi et al. 2026, https://arxiv.org/abs/2602.04879. With p = π_θ(y_t), q = π_ol
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.lazy_torch import torch
-from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput, clip_range
+from meshrl.trainer.algorithms.losses._types import ActorConfig, LossInputs, LossOutput, clip_range
 from meshrl.trainer.algorithms.losses.dppo_kl import compute_with
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

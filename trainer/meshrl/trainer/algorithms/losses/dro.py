@@ -9,14 +9,13 @@ Richemond et al. 2024, https://arxiv.org/abs/2405.19107:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import PositiveFloat
 
 from meshrl.common.config import Config
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.losses._types import (
+    ActorConfig,
     LossInputs,
     LossOutput,
     log_ratio,
@@ -24,9 +23,6 @@ from meshrl.trainer.algorithms.losses._types import (
     weighted,
 )
 from meshrl.trainer.algorithms.options import options
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
 
 
 class Options(Config):

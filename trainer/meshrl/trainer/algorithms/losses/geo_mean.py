@@ -12,21 +12,16 @@ conventions it is the plain mean over the micro-batch's rows, empty ones include
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.losses._types import (
+    ActorConfig,
     LossInputs,
     LossOutput,
     clip_range,
     log_ratio,
     mean_metrics,
 )
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
-
 
 OF_ROWS = True
 NAME = "gmpo"

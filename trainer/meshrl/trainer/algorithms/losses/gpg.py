@@ -9,13 +9,8 @@ No ratio and no old log-probs: exact on-policy steps only, or with importance we
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meshrl.trainer.algorithms.aggregation import Aggregator
-from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput, weighted
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
+from meshrl.trainer.algorithms.losses._types import ActorConfig, LossInputs, LossOutput, weighted
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

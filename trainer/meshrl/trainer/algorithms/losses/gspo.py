@@ -12,11 +12,10 @@ seq-mean-token-mean`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.losses._types import (
+    ActorConfig,
     LossInputs,
     LossOutput,
     clip_range,
@@ -24,10 +23,6 @@ from meshrl.trainer.algorithms.losses._types import (
     mean_metrics,
     weighted,
 )
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
-
 
 LOG_RATIO_MAX = 10.0
 DEFAULTS = {

@@ -7,17 +7,11 @@ Azar et al. 2023, https://arxiv.org/abs/2310.12036, eq. 17. With the margin h of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.lazy_torch import Tensor
-from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
+from meshrl.trainer.algorithms.losses._types import ActorConfig, LossInputs, LossOutput
 from meshrl.trainer.algorithms.losses.dpo import Options, compute_with
 from meshrl.trainer.algorithms.options import options
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
-
 
 NEEDS = ("ref_logprobs",)
 OF_ROWS = True

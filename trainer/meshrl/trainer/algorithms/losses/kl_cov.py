@@ -10,12 +10,11 @@ No clip, and the log-ratio is not clamped. The choice is made within a micro-bat
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meshrl.common.config import Config
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.losses._types import (
+    ActorConfig,
     LossInputs,
     LossOutput,
     log_ratio,
@@ -23,9 +22,6 @@ from meshrl.trainer.algorithms.losses._types import (
     weighted,
 )
 from meshrl.trainer.algorithms.options import options
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
 
 
 class Options(Config):

@@ -13,11 +13,10 @@ micro-batch; τ is `policy_loss.rollout_correction.second_moment_threshold`, 0.0
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.losses._types import (
+    ActorConfig,
     LossInputs,
     LossOutput,
     log_ratio,
@@ -25,10 +24,6 @@ from meshrl.trainer.algorithms.losses._types import (
     weighted,
 )
 from meshrl.trainer.algorithms.ragged import Ragged
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
-
 
 THRESHOLD = 0.04
 

@@ -7,19 +7,15 @@ Williams 1992, https://doi.org/10.1007/BF00992696; the weights w are those of `r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.losses._types import (
+    ActorConfig,
     LossInputs,
     LossOutput,
     log_ratio,
     mean_metrics,
     weighted,
 )
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

@@ -11,12 +11,12 @@ sooner. The paper averages rows: `loss_agg_mode: seq-mean-token-mean`, which ver
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from meshrl.common.config import Config
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.losses._types import (
+    ActorConfig,
     LossInputs,
     LossOutput,
     log_ratio,
@@ -24,9 +24,6 @@ from meshrl.trainer.algorithms.losses._types import (
     weighted,
 )
 from meshrl.trainer.algorithms.options import options
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
 
 
 class Options(Config):

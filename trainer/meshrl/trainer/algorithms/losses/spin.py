@@ -11,17 +11,12 @@ epochs the margin holds it back. β is `policy_loss.dpo_beta`. See `dpo` for how
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.lazy_torch import Tensor
-from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
+from meshrl.trainer.algorithms.losses._types import ActorConfig, LossInputs, LossOutput
 from meshrl.trainer.algorithms.losses.dpo import Options, compute_with, pair_loss
 from meshrl.trainer.algorithms.options import options
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
-
 
 OF_ROWS = True
 WHOLE_GROUPS = True

@@ -9,17 +9,18 @@ A_i comes from `adv_estimator: sppo`; η is `policy_loss.sppo_eta`. `loss_agg_mo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import PositiveFloat
 
 from meshrl.common.config import Config
 from meshrl.trainer.algorithms.aggregation import Aggregator
-from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput, log_ratio, mean_metrics
+from meshrl.trainer.algorithms.losses._types import (
+    ActorConfig,
+    LossInputs,
+    LossOutput,
+    log_ratio,
+    mean_metrics,
+)
 from meshrl.trainer.algorithms.options import options
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
 
 
 class Options(Config):

@@ -10,12 +10,11 @@ https://arxiv.org/abs/1912.09729, eq. 5; Yu et al. 2025 (DAPO, clip-higher), htt
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.losses._types import (
+    ActorConfig,
     LossInputs,
     LossOutput,
     clip_range,
@@ -23,10 +22,6 @@ from meshrl.trainer.algorithms.losses._types import (
     mean_metrics,
     weighted,
 )
-
-if TYPE_CHECKING:
-    from meshrl.trainer.config import ActorConfig
-
 
 CLIP_RATIO_C = 3.0
 
