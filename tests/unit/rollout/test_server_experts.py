@@ -18,7 +18,7 @@ from meshrl.rollout.server_engine.request import ServerRequest
 from meshrl.rollout.server_engine.response import Chunk, ResponseReader
 
 from .checkpoints import FIRST
-from .checkpoints import CheckpointFacts as Saved
+from .checkpoints import Checkpoint as Saved
 
 EXPERTS = np.arange(5 * 3 * 2).reshape(5, 3, 2)
 """Of five tokens, by three layers."""
