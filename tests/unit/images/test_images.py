@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import struct
 import zlib
 from pathlib import Path
@@ -16,20 +15,15 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.types import Media
 from meshrl.images import MOST_PIXELS, ImageProcessor, read_image, reads_images
 
-from ...pictures import make_model, picture
+from ...pictures import make_model, picture, write_processor
 
 PLACEHOLDER = 7
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a checkpoint that say how it reads pictures."""
     path = tmp_path_factory.mktemp("checkpoint")
-    config = {"image_token_id": PLACEHOLDER, "vision_config": {"spatial_merge_size": 2}}
-    (path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", **config}))
-    sizes = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
-    kind = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16, "merge_size": 2}
-    (path / "preprocessor_config.json").write_text(json.dumps({**kind, "size": sizes}))
+    write_processor(path, PLACEHOLDER)
     return path
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -44,7 +43,7 @@ from meshrl.rollout.programs.user import Config, Session, SessionProgram
 from meshrl.rollout.server_engine.request import _places
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer
 
-from ...pictures import PLACEHOLDER, make_tokenizer, picture
+from ...pictures import PLACEHOLDER, make_tokenizer, picture, write_processor
 from ..images.test_images import bomb
 from .test_resumable_generator import checkpointer
 
@@ -55,13 +54,8 @@ CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that say how a model reads pictures."""
     path = tmp_path_factory.mktemp("checkpoint")
-    config = {"image_token_id": PLACEHOLDER, "vision_config": {"spatial_merge_size": 2}}
-    (path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", **config}))
-    kind = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16, "merge_size": 2}
-    sizes = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
-    (path / "preprocessor_config.json").write_text(json.dumps({**kind, "size": sizes}))
+    write_processor(path)
     return path
 
 
