@@ -9,8 +9,9 @@ import pytest
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.checks import warnings
 from meshrl.config.device_defaults import hints, with_device_defaults
-from meshrl.config.loading import save_recipe
-from meshrl.config.machine import AssumedMachine, Assumptions
+from meshrl.config.loading import Written, save_recipe
+from meshrl.config.machine import GIB, AssumedMachine, Assumptions
+from meshrl.config.placement import place
 from meshrl.config.weights import NcclConfig, WeightsConfig
 from meshrl.contract.errors import ConfigError
 
@@ -122,3 +123,47 @@ def test_more_renewals_than_a_queue_answers_beside_its_rows_are_a_warning(
     said = [sentence for at, sentence in warnings(recipe, machine(0)) if at[0] == "queue"]
     assert len(said) == bool(warned) and warned in "".join(said)
     assert not warned or said[0].endswith("want 30")
+
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+IN_TURNS = (
+    "placement.colocate=time_sliced",
+    "queue.max_staleness=0",
+    "rollout.on_update=drain",
+)
+
+
+@pytest.mark.parametrize(
+    ("folder", "variants"),
+    [
+        ("one_gpu", [(), ("model.lora_rank=32", "actor.optim.lr=1e-4"), IN_TURNS]),
+        ("eight_gpus", [(), ("actor.use_kl_loss=true",)]),
+        ("geo3k", [()]),
+    ],
+)
+def test_a_recipe_for_gpus_is_good_and_takes_what_its_table_says(
+    folder: str, variants: list[tuple[str, ...]]
+) -> None:
+    assumed = Written.read(RECIPES / folder / "machine.yaml", ()).as_config(Assumptions)
+    rows = []
+    for overrides in variants:
+        machine = AssumedMachine(assumed)
+        loaded = load_recipe(RECIPES / folder / "recipe.yaml", overrides, machine=machine)
+        assert (loaded.model.param_dtype, loaded.rollout.name) == ("bfloat16", "vllm")
+        for name, at in place(loaded, machine).places.items():
+            assert at.need is not None
+            cells = (name, ",".join(at.share.devices), f"{at.share.memory:.0%}")
+            rows.append((*cells, f"{at.need.total / GIB:.1f}"))
+    table = (RECIPES / folder / "README.md").read_text().splitlines()
+    written = [tuple(map(str.strip, line.split("|")[2:-1])) for line in table if "%" in line]
+    assert written == rows
+
+
+@pytest.mark.filterwarnings("ignore")  # the package's own
+def test_the_recipe_of_reasoning_gym_is_good_for_a_real_model() -> None:
+    """Its tasks are made at each level, if the package is here."""
+    pytest.importorskip("reasoning_gym")
+    folder = RECIPES / "reasoning_gym"
+    assumed = Written.read(folder / "machine.yaml", ()).as_config(Assumptions)
+    loaded = load_recipe(folder / "recipe.yaml", (), machine=AssumedMachine(assumed))
+    assert loaded.data.reasoning_gym and loaded.data.reasoning_gym.curriculum

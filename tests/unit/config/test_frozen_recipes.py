@@ -11,10 +11,12 @@ import pytest
 import yaml
 
 from meshrl.common.config import Config
-from meshrl.config import load_recipe
+from meshrl.config import Recipe, load_recipe
 from meshrl.config.dropped_keys import DROPPED_KEYS
+from meshrl.config.explain import walk
 from meshrl.config.loading import Written
 from meshrl.config.machine import AssumedMachine, Assumptions
+from meshrl.contract.errors import ConfigError
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig, SftConfig
 
 from ...frozen_queue import FROZEN
@@ -78,3 +80,27 @@ def test_a_shipped_recipe_means_what_it_meant(path: str, monkeypatch: pytest.Mon
     gone = sorted(then.keys() - now.keys())
     assert not gone, "keys that went: name them in DROPPED"
     assert {key: now[key] for key in then} == then
+
+
+KEYS = Path(__file__).parents[2] / "fixtures" / "recipe_keys.txt"
+"""Every key that a recipe has or had, one a line, sorted."""
+
+
+def test_the_keys_of_a_recipe_are_the_frozen_ones(tmp_path: Path) -> None:
+    frozen = KEYS.read_text().splitlines()
+    present = {key.dotted for key in walk(Recipe)}
+    added = sorted(present - set(frozen))
+    assert not added, f"new keys of a recipe: add them to {KEYS}, sorted: {added}"
+    assert frozen == sorted(set(frozen)), f"{KEYS} is not sorted"
+    path = tmp_path / "old.yaml"
+    path.write_text("model: {path: model}\ndata: {reasoning_gym: {tasks: {gcd: {}}, levels: 2}}\n")
+    for key in frozen:
+        if key in present:
+            continue
+        try:
+            load_recipe(path, [f"{key}=null"], check=False)
+        except ConfigError as error:
+            pytest.fail(
+                f"{key} is no key any more, and a recipe that has it is refused ({error}): bring the key back, "
+                "or add it to DROPPED_KEYS in meshrl/config/loading.py"
+            )

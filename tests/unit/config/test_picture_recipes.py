@@ -10,6 +10,9 @@ import pytest
 
 from meshrl.config import load_recipe
 from meshrl.config.checks import cross_checks
+from meshrl.config.loading import Written
+from meshrl.config.machine import AssumedMachine, Assumptions
+from meshrl.contract.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 READS = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 1024, "longest_edge": 65_536}}
@@ -97,3 +100,57 @@ def test_the_ranks_of_a_reference_are_not_sent_pictures(tmp_path: Path) -> None:
     assert problems(model, "reference.nproc=2") == []
     (problem,) = problems(model, *KL, "reference.nproc=2")
     assert problem.startswith("reference.nproc: ") and problem.endswith("not sent; want 1")
+
+
+FOLDER = Path(__file__).parents[3] / "recipes" / "geo3k"
+AGENT = "rollout.program_options={function: recipes/vision/game.py:play"
+
+
+def check(*overrides: str, **changes: Any) -> None:
+    assumed = Written.read(FOLDER / "machine.yaml", ()).as_config(Assumptions)
+    machine = AssumedMachine(assumed.model_copy(update=changes))
+    load_recipe(FOLDER / "recipe.yaml", overrides, machine=machine)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (("rollout.name=torch",), "rollout.name: torch reads text only"),
+        (
+            ("rollout.name=sglang", "rollout.engine={update: disk}"),
+            "rollout.engine.update: disk leaves SGLang what the old vision tower made",
+        ),
+        (
+            ("rollout.program=verifiers", "rollout.program_options={id: x}"),
+            "rollout.program: verifiers loses the pictures of a prompt; want single_turn, tools",
+        ),
+        (
+            ("rollout.program=openai", AGENT + ", branch: each}"),
+            "rollout.program_options.branch: each trains text only; want last",
+        ),
+        (("trainer.parallel.tensor=2",), "trainer.parallel.tensor: a model that reads pictures"),
+        (("data.image_key=pictures",), "'images' cannot be used"),
+    ],
+)
+def test_what_would_lose_the_pictures_is_refused(overrides: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(*overrides)
+    assert problem in str(caught.value)
+
+
+def test_a_package_that_pictures_need_is_named() -> None:
+    packages = {"vllm": True, "cupy": True, "sympy": True, "msgpack": True, "PIL": False}
+    with pytest.raises(ConfigError, match=r"pictures need pillow: pip install 'meshrl\[vision\]'"):
+        check(packages=packages)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("rollout.program=user", AGENT + ", posts_reward: true}"),
+        ("rollout.program=openai", AGENT + "}"),
+        ("model.freeze_vision_tower=false",),
+    ],
+)
+def test_programs_of_several_turns_may_have_pictures(overrides: tuple[str, ...]) -> None:
+    check(*overrides)
