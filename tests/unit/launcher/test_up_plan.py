@@ -14,6 +14,7 @@ from meshrl.common.device_share import DEVICES
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.machine import AssumedMachine, Assumptions
 from meshrl.config.placement import place
+from meshrl.config.stages import BUILT_IN, service_kind
 from meshrl.contract.errors import CapacityError, ConfigError, NotFoundError, UserError
 from meshrl.deploy.machines import Machines
 from meshrl.launcher.address_book import (
@@ -75,6 +76,14 @@ def test_the_reference_is_started_when_the_algorithm_asks_for_it(tmp_path: Path)
     assert "reference" not in plan(tmp_path)[1]
     for asks in ("actor.use_kl_loss=true", "actor.policy_loss.loss_mode=dpo"):
         assert "reference" in plan(tmp_path, asks)[1]
+
+
+def test_trainer_and_reference_may_have_ranks_and_all_kinds_are_of_the_table(
+    tmp_path: Path,
+) -> None:
+    several = recipe(tmp_path, "trainer.nproc=2", "trainer.nnodes=2", "reference.nproc=3")
+    ranks = {kind: service_kind(several, kind).ranks(several) for kind in BUILT_IN}
+    assert ranks == dict.fromkeys(BUILT_IN, 1) | {"trainer": 4, "reference": 3}
 
 
 def test_the_queue_comes_first_and_goes_last_and_the_trainer_drains_first(tmp_path: Path) -> None:
