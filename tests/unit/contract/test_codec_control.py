@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import pytest
+from typing_extensions import TypeAliasType
 
 from meshrl.contract import codec
-from meshrl.contract.codec import Codec, Field
+from meshrl.contract.codec import Codec, Field, control
 from meshrl.contract.errors import UserError
-from meshrl.contract.types import Json, Uid
-from meshrl.v1 import queue_pb2, reward_registry_pb2, trajectory_pb2
+from meshrl.contract.types import Json, Outcome, Uid
+from meshrl.v1 import queue_pb2, reward_pb2, reward_registry_pb2, trajectory_pb2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,3 +140,28 @@ def test_what_may_be_none_needs_a_field_that_may_be_absent() -> None:
 
     with pytest.raises(TypeError, match="epoch is never absent, epoch may be None"):
         Codec(Maybe, trajectory_pb2.Version).encode(Maybe(None, 1))
+
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+Alias = TypeAliasType("Alias", np.ndarray[Any, np.dtype[Scalar]], type_params=(Scalar,))
+"""What `NDArray` is from numpy 2.5 on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewarded:
+    uid: Uid
+    outcome: Outcome = Outcome.OK
+    score: float = 0.0
+    components: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+    reward_hash: str = ""
+    token_rewards: Alias[np.float64] | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+def test_an_array_is_one_whatever_numpy_makes_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control.npt, "NDArray", Alias)
+    rewarded = Codec(Rewarded, reward_pb2.Score)
+    sent = rewarded.encode(Rewarded(uid=Uid("run", "t", 0), token_rewards=np.array([0.5, 1.0])))
+    found = rewarded.decode(sent).token_rewards
+    assert found is not None and found.dtype == np.float64 and found.tolist() == [0.5, 1.0]

@@ -401,8 +401,10 @@ class MessagePlan:
             if hint is not wanted:
                 raise TypeError(f"{field.full_name} holds {wanted.__name__}, not {hint}")
             return self._own(Field(printable if free else None))
-        if typing.get_origin(hint) is np.ndarray:
-            [scalar] = typing.get_args(typing.get_args(hint)[1])
+        if typing.get_origin(hint) in (np.ndarray, npt.NDArray):
+            # From numpy 2.5 on NDArray is an alias of its own, whose one argument is the scalar.
+            last = typing.get_args(hint)[-1]
+            [scalar] = typing.get_args(last) or [last]
             dtype = np.dtype(scalar).name
             vector = functools.partial(decode_array, dtype=dtype, axes=1, name=field.name)
             return self._own(Field(encode_array, vector))
