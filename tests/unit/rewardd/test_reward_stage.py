@@ -179,7 +179,7 @@ async def test_component_names_of_a_run_are_bounded_and_the_first_too_many_is_to
     stage = RewardStage(queue, ["run"], Inventive(), worker="judge")
     async with running(stage):
         await until(lambda: stage.stats.written == count)
-    rows = await queue.fetch(
+    rows = await queue.fetch_rows(
         "run", [Uid("run", str(n), 0) for n in range(count)], ["reward_components"]
     )
     kept = [json.loads(column_text(row["reward_components"])) for row in rows]
