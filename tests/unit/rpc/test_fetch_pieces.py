@@ -23,7 +23,7 @@ from ...waiting import until
 
 FETCH = "/meshrl.v1.Queue/Fetch"
 GROUPS = 24
-GROUP_BYTES = 4 << 20
+GROUP_BYTES = 4_000_000
 
 
 class Call:
