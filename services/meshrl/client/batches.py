@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
@@ -98,6 +98,22 @@ def this_process() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
+async def take_over(
+    port: Queue, run: str, *, owner: str, step: int | None, publish: bool
+) -> tuple[RunState, int]:
+    """Become the trainer of a run, rewound to `step`, by default the last committed one; returns that, too.
+
+    Raises:
+        ConflictError: `step` is older than the last committed step.
+    """
+    state = await port.acquire(run, owner)
+    at = state.committed_step if step is None else step
+    await port.rewind(run, epoch=state.epoch, step=at)
+    if publish:
+        await port.publish(run, Version(state.epoch, at))
+    return state, at
+
+
 class Batches:
     """An async iterator over a run's batches, for its one trainer. `Run.batches` makes it."""
 
@@ -106,21 +122,21 @@ class Batches:
         port: Queue,
         run: str,
         *,
+        begin: Callable[[], Awaitable[tuple[RunState, int]]],
         groups: int,
         columns: Sequence[str] | None,
-        step: int | None,
         steps: int | None,
-        owner: str,
         publish: bool,
         wait_s: float,
     ) -> None:
+        """`begin` is `take_over` with its arguments."""
         self._port = port
         self._run = run
         self._groups = groups
         self._columns = columns
-        self._step = step
+        self._begin = begin
+        self._step: int | None = None
         self._steps = steps
-        self._owner = owner
         self._publish = publish
         self._wait_s = wait_s
         self._epoch: int | None = None
@@ -155,13 +171,9 @@ class Batches:
         """
         if self._epoch is not None:
             return
-        state = await self._port.acquire(self._run, self._owner)
-        step = state.committed_step if self._step is None else self._step
+        state, step = await self._begin()
         if self._columns is None:
             self._columns = all_columns(state)
-        await self._port.rewind(self._run, epoch=state.epoch, step=step)
-        if self._publish:
-            await self._port.publish(self._run, Version(state.epoch, step))
         self._epoch, self._step = state.epoch, step
 
     def __aiter__(self) -> Self:

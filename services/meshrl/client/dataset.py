@@ -180,19 +180,14 @@ class QueueDataset(IterableDataset[TensorBatch]):
 
     async def _take_over(self, port: ports.Queue) -> Position:
         source = self._source
-        run = batches.Batches(
+        state, step = await batches.take_over(
             port,
             source.run,
-            groups=source.groups,
-            columns=(),
-            step=self._wanted_step,
-            steps=None,
             owner=self._owner or batches.this_process(),
+            step=self._wanted_step,
             publish=self._publish,
-            wait_s=source.wait_s,
         )
-        await run.start()
-        return Position(run.epoch, run.step)
+        return Position(state.epoch, step)
 
     def close(self) -> None:
         """Close the connection. Idempotent. The next call connects again."""

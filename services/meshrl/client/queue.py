@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from meshrl.client.batches import Batches, this_process
+from meshrl.client.batches import Batches, take_over, this_process
 from meshrl.client.connection import RETRY_S, connected
 from meshrl.client.leases import HeldLease
 from meshrl.common.sockets import check_address
@@ -197,14 +198,21 @@ class Run:
                 leases follow it. False if another process publishes once the engines have the version.
             wait_s: Seconds to wait for each batch before WaitTimeoutError.
         """
+        begin = partial(
+            take_over,
+            self._port,
+            self._name,
+            owner=owner or this_process(),
+            step=step,
+            publish=publish,
+        )
         return Batches(
             self._port,
             self._name,
+            begin=begin,
             groups=groups,
             columns=columns,
-            step=step,
             steps=steps,
-            owner=owner or this_process(),
             publish=publish,
             wait_s=wait_s,
         )
