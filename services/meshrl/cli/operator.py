@@ -8,13 +8,13 @@ from contextlib import aclosing
 from typing import Protocol, TypeVar
 
 from meshrl.cli.find_mesh import RETRY_S, Mesh
+from meshrl.contract.types import Audit, StoredRun
 from meshrl.launcher.address_book import run_lock
 from meshrl.rpc.clients.operators import QueueAdminClient
 from meshrl.rpc.queue_connection import build_store
 from meshrl.transferqueue.admin import QueueAdmin
-from meshrl.transferqueue.audit import Audit, audit
+from meshrl.transferqueue.audit import audit
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.removal import StoredRun
 from meshrl.transferqueue.store import Operation, Store
 
 Answer = TypeVar("Answer")

@@ -13,7 +13,7 @@ import pytest
 from meshrl.contract.errors import CapacityError, ConflictError, InfraError, NotFoundError
 from meshrl.contract.types import Outcome
 from meshrl.testing.contract.queue_actors import WAIT_S, Actors, rollout_of, spec, tasks, tokens_of
-from meshrl.transferqueue import removal
+from meshrl.transferqueue import why_waiting
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.model.specs import Quota
 from meshrl.transferqueue.queue import TransferQueue
@@ -132,7 +132,7 @@ async def test_a_run_that_services_work_on_is_kept_unless_by_force() -> None:
 async def test_a_run_that_is_over_needs_no_force(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = await TransferQueue.open(MemoryStore())
     await Actors(queue).start()
-    monkeypatch.setattr(removal, "ATTACHED_S", 0.0)
+    monkeypatch.setattr(why_waiting, "ATTACHED_S", 0.0)
     assert queue.stored_runs()[0].attached == ()
     await queue.remove_run("run")
     assert queue.runs == ()

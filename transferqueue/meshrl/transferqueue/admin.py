@@ -8,10 +8,9 @@ from contextlib import aclosing
 from typing import Final
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.contract.types import Ledger
-from meshrl.transferqueue.audit import Audit, audit, compare
+from meshrl.contract.types import Audit, Ledger, StoredRun
+from meshrl.transferqueue.audit import audit, compare
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.removal import StoredRun
 from meshrl.transferqueue.store import Operation, Store
 
 PATIENCE_S: Final = 60.0

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import strip_checksum
-from meshrl.contract.types import Ledger, RunSpec
+from meshrl.contract.types import Audit, Ledger, RunSpec
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.group import bits
 from meshrl.transferqueue.model.records import ADMITTED
@@ -25,30 +24,6 @@ from meshrl.transferqueue.model.waiting import Expiry
 from meshrl.transferqueue.recovery import restore
 from meshrl.transferqueue.store import CommitLog, Operation, Table
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-PROBLEMS_NAMED = 20
-"""Problems of one kind that are named singly; the others are counted."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Audit:
-    """What was checked, and what is wrong with it."""
-
-    ledgers: dict[str, Ledger] = field(default_factory=dict)
-    """Derived from the stored records, by run."""
-    records: int = 0
-    values: int = 0
-    """Entries of PAYLOAD."""
-    nbytes: int = 0
-    """Keys and values of both tables."""
-    problems: list[str] = field(default_factory=list)
-
-    def add_problems(self, problems: Iterable[str]) -> None:
-        """Add problems of one kind."""
-        new = list(problems)
-        self.problems += new[:PROBLEMS_NAMED]
-        if len(new) > PROBLEMS_NAMED:
-            self.problems.append(f"… and {len(new) - PROBLEMS_NAMED} more like the last one")
 
 
 async def audit(pieces: AsyncIterator[Sequence[Operation]]) -> Audit:

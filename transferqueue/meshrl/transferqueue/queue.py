@@ -44,13 +44,14 @@ from meshrl.contract.types import (
     RowBlock,
     RunSpec,
     RunState,
+    StoredRun,
     Task,
     Uid,
     Version,
     Waiting,
     name_fault,
 )
-from meshrl.transferqueue import removal, sampling, why_waiting
+from meshrl.transferqueue import sampling, why_waiting
 from meshrl.transferqueue.model.batches import read_manifest
 from meshrl.transferqueue.model.columns import Unread, wanted
 from meshrl.transferqueue.model.group import Grant, task_key
@@ -69,7 +70,6 @@ from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry
 from meshrl.transferqueue.payload import PayloadReader
 from meshrl.transferqueue.recovery import restore
-from meshrl.transferqueue.removal import StoredRun
 from meshrl.transferqueue.signals import Signal, Waits, any_signal
 from meshrl.transferqueue.store import (
     CACHE_BYTES,
@@ -236,7 +236,7 @@ class TransferQueue(HeartbeatQueue):
             )
         del self._runs[run]
         self._called.pop(run, None)
-        removal.delete(state, self._commit_log)
+        why_waiting.delete_run(state, self._commit_log)
         log.warning("run %s is removed, with %s", run, found.loss)
         await self._commit_log.flush()
         return found
@@ -244,7 +244,7 @@ class TransferQueue(HeartbeatQueue):
     def _describe(self, run: Run) -> StoredRun:
         at = self._called.get(run.name)
         called_s = None if at is None else asyncio.get_running_loop().time() - at
-        return removal.describe(run, self._waits.of(run.name), called_s)
+        return why_waiting.stored_run(run, self._waits.of(run.name), called_s)
 
     @override
     async def run_state(self, run: str) -> RunState:

@@ -1,4 +1,7 @@
-"""`why_waiting`: which calls wait, for what, and who has it. It visits many groups, so no hot path calls it."""
+"""What an operator sees of a run: which calls wait, for what, and who has it; its size; and its removal.
+
+`why_waiting` visits many groups, so no hot path calls it. A run is removed in one commit, or not at all.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from meshrl.common.plain_text import counted
-from meshrl.contract.types import Uid, Waiting
+from meshrl.contract.types import StoredRun, Uid, Waiting
 from meshrl.transferqueue.model.group import Grant, Group, bits
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.waiting import sampled_by
 from meshrl.transferqueue.signals import Wait
+from meshrl.transferqueue.store import CommitLog, Table
 
+ATTACHED_S = 120.0
+"""A service that has called within this time may call again: clients repeat calls for so long."""
 UIDS = 16
 """At most so many rows are named in one entry."""
 FAILING_S = 120.0
@@ -131,3 +137,40 @@ def take_reason(run: Run, count: int, step: int) -> str:
             f"; the feed is {closed}, admission has {counted(run.free_groups(), 'group')} of room"
         )
     return reason
+
+
+def stored_run(run: Run, waits: list[Wait], called_s: float | None) -> StoredRun:
+    """`run`, of which `waits` wait; a service has worked on it `called_s` ago, or never since the queue opened."""
+    return StoredRun(
+        ledger=run.ledger.snapshot(run.name),
+        opened_by=run.record.opened_by,
+        epoch=run.record.epoch,
+        committed_step=run.record.committed_step,
+        feed_closed=run.record.feed_closed,
+        dead_letters=len(run.dead_letters),
+        attached=tuple(_attached(run, waits, called_s)),
+    )
+
+
+def _attached(run: Run, waits: list[Wait], called_s: float | None) -> Iterator[str]:
+    for wait in waits:
+        yield f"{wait.who} waits for {wait.reason()}"
+    held: dict[tuple[str, int], int] = {}
+    for group in run.groups.values():
+        for grant in group.grants:
+            key = grant.worker, grant.stage
+            held[key] = held.get(key, 0) + grant.mask.bit_count()
+    for (worker, stage), rows in held.items():
+        yield f"{worker} holds {counted(rows, 'row')} of stage {run.stages.ordered[stage].name}"
+    if called_s is not None and called_s < ATTACHED_S:
+        yield f"a service has worked on it {called_s:.0f} s ago"
+
+
+def delete_run(run: Run, commit_log: CommitLog) -> None:
+    """Stage the deletion of everything that is stored of a run which the queue does not have any more."""
+    for key in run.record_keys():
+        commit_log.delete(Table.META, key)
+    for key in run.needed_payload():
+        commit_log.delete(Table.PAYLOAD, key)
+    run.end_leases()
+    run.notify_all()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from meshrl.common.plain_text import counted
 from meshrl.contract.types.rows import Outcome, Uid, Version
 
 
@@ -229,3 +230,58 @@ class DeadLetter:
     attempts: int
     prompt: str = field(default="", compare=False)
     """The beginning of what the row was to answer, for a person; empty in all but the last letters of a long list."""
+
+
+PROBLEMS_NAMED = 20
+"""Problems of one kind that are named singly; the others are counted."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Audit:
+    """What was checked, and what is wrong with it."""
+
+    ledgers: dict[str, Ledger] = field(default_factory=dict)
+    """Derived from the stored records, by run."""
+    records: int = 0
+    values: int = 0
+    """Entries of PAYLOAD."""
+    nbytes: int = 0
+    """Keys and values of both tables."""
+    problems: list[str] = field(default_factory=list)
+
+    def add_problems(self, problems: Iterable[str]) -> None:
+        """Add problems of one kind."""
+        new = list(problems)
+        self.problems += new[:PROBLEMS_NAMED]
+        if len(new) > PROBLEMS_NAMED:
+            self.problems.append(f"… and {len(new) - PROBLEMS_NAMED} more like the last one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRun:
+    """One run of a queue."""
+
+    ledger: Ledger
+    opened_by: str
+    """The role of whoever opened it; empty where nobody was asked."""
+    epoch: int
+    """0: no trainer has acquired it."""
+    committed_step: int
+    """Optimizer steps of the newest checkpoint."""
+    feed_closed: bool
+    dead_letters: int
+    """Those that are kept, with their tasks."""
+    attached: tuple[str, ...]
+    """Signs that services work on it, a sentence each; none: it is over, or abandoned."""
+
+    @property
+    def run(self) -> str:
+        """Its name."""
+        return self.ledger.run
+
+    @property
+    def loss(self) -> str:
+        """The loss with it, in words."""
+        rows = sum(self.ledger.resident.values())
+        letters = counted(self.dead_letters, "dead letter")
+        return f"{counted(rows, 'resident row')}, {letters} and the feeder's position"

@@ -25,13 +25,12 @@ from meshrl.config.loading import load_recipe
 from meshrl.config.recipe import EVAL_SUFFIX
 from meshrl.contract.errors import ConflictError, NotFoundError, UserError
 from meshrl.contract.ports import Queue
-from meshrl.contract.types import DeadLetter, Ledger, Uid, Waiting
+from meshrl.contract.types import Audit, DeadLetter, Ledger, Uid, Waiting
 from meshrl.launcher.address_book import run_lock
 from meshrl.launcher.observer import fleet_waits
 from meshrl.launcher.text_console import text_console
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.queue_connection import build_store
-from meshrl.transferqueue.audit import Audit
 from meshrl.transferqueue.backup import Copied, back_up, opened, restore_backup
 
 WATCH_EVERY_S: Final = 1.0

@@ -21,11 +21,11 @@ from meshrl.cli.options import PATH, RUN, json_option, queue_options
 from meshrl.common.plain_text import say, say_json
 from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME
 from meshrl.contract.errors import UserError
+from meshrl.contract.types import StoredRun
 from meshrl.http.view.settings import compared
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME
 from meshrl.launcher.text_console import text_console
 from meshrl.launcher.view import clock, sparkline
-from meshrl.transferqueue.removal import StoredRun
 
 COMPARED = {
     "reward": STEP,

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import grpc
 from typing_extensions import override
 
 from meshrl.contract.codec import LEDGER, TEXT, Codec, EnumCodec, Field, printable
 from meshrl.contract.errors import CorruptError, UnavailableError, UserError
-from meshrl.contract.types import Sample, Score
+from meshrl.contract.types import Audit, Sample, Score, StoredRun
 from meshrl.rewardd.pool.signatures import FunctionKind
 from meshrl.rewardd.registry.types import WATCHED, Case, Differences, Event, Name, Submission
 from meshrl.rpc.clients.base import INTERACTIVE_RETRY_S, GrpcClient
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.errors import from_rpc
 from meshrl.rpc.methods import MethodTable, bare_row, row, service
-from meshrl.transferqueue.audit import Audit
-from meshrl.transferqueue.removal import StoredRun
-from meshrl.transferqueue.store import FORMAT, Operation, Table
 from meshrl.v1 import queue_admin_pb2 as admin_pb
 from meshrl.v1 import reward_registry_pb2 as registry_pb
+
+if TYPE_CHECKING:
+    from meshrl.transferqueue.store import Operation
+
 
 READER, SUBMITTER = MeshRole.READER, MeshRole.SUBMITTER
 AUDIT_S: Final = 3600.0
@@ -196,6 +197,9 @@ class QueueAdminClient(GrpcClient, QueueAdminTable):
 
 
 def _operations(message: admin_pb.BackupPiece, cut: list[bytes]) -> Iterator[Operation]:
+    # Imported here: every service has the table of these methods, and few the queue.
+    from meshrl.transferqueue.store import FORMAT, Operation, Table
+
     if message.format != FORMAT:
         raise UserError(
             f"the queue stores format {message.format}, this meshrl reads format {FORMAT}: make the"
