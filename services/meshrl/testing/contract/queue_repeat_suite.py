@@ -14,6 +14,7 @@ from meshrl.contract.types import (
     REFERENCE_STAGE,
     REWARD_STAGE,
     ROLLOUT_STAGE,
+    GroupPolicy,
     LeasedBlock,
     Outcome,
     RowBlock,
@@ -59,6 +60,24 @@ class AppendPromises:
         (again,) = (await actors.lease()).rows
         assert (again.uid, again.delivery) == (uid, 2)
         assert again.prefix["tokens"].tolist() == [0, 1, 2, 3, 4]
+        await queue.release("run", "rollout", {lease.rows[1].uid: block.token})
+        (other,) = (await actors.lease()).rows
+        assert other.prefix["tokens"].tolist() == [100, 101, 102]
+
+    async def test_a_fresh_attempt_begins_with_nothing_of_the_one_before(
+        self, queue: Queue
+    ) -> None:
+        actors = Actors(queue)
+        await actors.start(spec(max_attempts=1, group_policy=GroupPolicy.REPLACE_SIBLING))
+        await actors.feed(tasks(1))
+        lease = await actors.lease()
+        (block,) = lease.blocks
+        await queue.append("run", "rollout", [more_of(block, 0, 3)])  # of both rows, in one frame
+        uid = lease.rows[0].uid
+        await queue.fail("run", "rollout", uid, block.token, Outcome.POLICY_FAULT, "no answer")
+        (fresh,) = (await actors.lease()).rows
+        assert (fresh.uid.index, fresh.uid.attempt) == (uid.index, 1)
+        assert not fresh.prefix
         await queue.release("run", "rollout", {lease.rows[1].uid: block.token})
         (other,) = (await actors.lease()).rows
         assert other.prefix["tokens"].tolist() == [100, 101, 102]
