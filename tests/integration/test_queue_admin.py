@@ -17,12 +17,12 @@ from meshrl.config.loading import save_recipe
 from meshrl.config.recipe import RECIPE_NAME
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
-from meshrl.rpc.clients import operators as admin_client
 from meshrl.rpc.clients.operators import QueueAdminClient
 from meshrl.rpc.queue_metrics import QueueCollector
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueAdminServicer, QueueServicer
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
+from meshrl.transferqueue import store as queue_store
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
@@ -198,7 +198,7 @@ async def test_a_queue_that_was_stopped_is_audited_from_its_store(mesh: Mesh) ->
 async def test_a_queue_of_another_format_is_refused(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admin_client, "FORMAT", 99)
+    monkeypatch.setattr(queue_store, "FORMAT", 99)
     async with QueueAdminClient(mesh.server.address) as admin:
         with pytest.raises(UserError, match="this meshrl reads format 99"):
             await anext(admin.export())

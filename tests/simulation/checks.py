@@ -8,16 +8,19 @@ World ──at the end──▶ check_history                    the weights aga
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Final
 
+import numpy as np
 from typing_extensions import override
 
 from meshrl.contract.types import (
     Batch,
     Lease,
+    LeasedRow,
     Ledger,
+    Outcome,
     RowBlock,
     RunSpec,
     RunState,
@@ -58,6 +61,10 @@ class RowHistory:
         """By epoch and the batch id that was asked for."""
         self._batch_of: dict[tuple[int, Uid], str] = {}
         self._settled: dict[tuple[int, int], set[str]] = {}
+        self._tried: dict[Uid, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+        """By row and place in its response: tokens of appends that came in."""
+        self._appended: dict[Uid, int] = {}
+        """By row: tokens of its response that are durable, as it was answered."""
         self._epoch = 0
         self.sampled: Counter[str] = Counter()
         """Rows leased for sampling, by task."""
@@ -81,6 +88,7 @@ class RowHistory:
             if key in self._written:
                 self._problem(f"row {row.uid}, stage {stage}: leased again after it was written")
             self._newest[key] = (row.token, worker)
+            self._begins(row)
             if row.uid.attempt > MOST_ATTEMPTS:
                 self._problem(f"row {row.uid} is sampled for ever")
             if stage == "rollout":
@@ -93,7 +101,7 @@ class RowHistory:
         found = {}
         for block in blocks:
             for uid in block.uids(run):
-                found[uid] = (block.token, self._newest.get((stage, uid), (-1, ""))[0])
+                found[uid] = (block.token, self.newest(stage, uid))
         return found
 
     def written(self, stage: str, rows: Mapping[Uid, tuple[int, int]]) -> None:
@@ -102,11 +110,45 @@ class RowHistory:
             before = self._written.setdefault((stage, uid), token)
             if before != token:
                 self._problem(f"row {uid}, stage {stage}: written under {before} and under {token}")
-            elif token < newest:
-                self._problem(
-                    f"row {uid}, stage {stage}: a write under token {token} was accepted, and the"
-                    f" row had been given out under token {newest}"
-                )
+            else:
+                self.held("a write", stage, uid, token, newest)
+
+    def _begins(self, row: LeasedRow) -> None:
+        """A row was given out with what was appended to it."""
+        tokens = row.prefix.get("tokens", np.empty(0, dtype=np.int32)).tolist()
+        tried = self._tried[row.uid]
+        if strange := [place for place, token in enumerate(tokens) if token not in tried[place]]:
+            self._problem(
+                f"row {row.uid} begins with a token that nobody appended, at {strange[0]}"
+            )
+        if row.prefix and len(tokens) < (kept := self._appended.get(row.uid, 0)):
+            self._problem(f"row {row.uid} begins with {len(tokens)} tokens, {kept} were appended")
+
+    def appending(self, run: str, blocks: Sequence[RowBlock]) -> None:
+        """An append comes in."""
+        for uid, start, tokens in _progress(run, blocks):
+            for place, token in enumerate(tokens, start):
+                self._tried[uid][place].add(token)
+
+    def appended(
+        self, stage: str, rows: Mapping[Uid, tuple[int, int]], run: str, blocks: Sequence[RowBlock]
+    ) -> None:
+        """An append was accepted; `rows` as `holders` gave them."""
+        for uid, start, tokens in _progress(run, blocks):
+            self._appended[uid] = max(self._appended.get(uid, 0), start + len(tokens))
+            self.held("append", stage, uid, *rows[uid])
+
+    def newest(self, stage: str, uid: Uid) -> int:
+        """The newest token under which a row was given out."""
+        return self._newest.get((stage, uid), (-1, ""))[0]
+
+    def held(self, verb: str, stage: str, uid: Uid, token: int, newest: int) -> None:
+        """`verb` was accepted of whoever had the row under `token`, and `newest` was given out when it came in."""
+        if token < newest:
+            self._problem(
+                f"row {uid}, stage {stage}: {verb} under token {token} was accepted, and the row had been"
+                f" given out under token {newest}"
+            )
 
     def taken(self, epoch: int, batch_id: str, batch: Batch) -> None:
         """A batch was given to the trainer of `epoch`, which asked for `batch_id`."""
@@ -126,6 +168,14 @@ class RowHistory:
     def accepted(self, verb: str, epoch: int) -> None:
         """A call of a trainer that was fenced when it came in had an effect."""
         self._problem(f"{verb} of epoch {epoch} was accepted, epoch {self._epoch} has the run")
+
+
+def _progress(run: str, blocks: Sequence[RowBlock]) -> Iterator[tuple[Uid, int, list[int]]]:
+    """Row, place and tokens of each entry of an append."""
+    for block in blocks:
+        rows = zip(block.uids(run), block.starts, block.columns(), strict=True)
+        for uid, start, columns in rows:
+            yield uid, start, columns["tokens"].tolist()
 
 
 class WatchedQueue(TransferQueue):
@@ -168,6 +218,21 @@ class WatchedQueue(TransferQueue):
         rows = self.history.holders(run, stage, blocks)
         await super().write(run, stage, blocks)
         self.history.written(stage, rows)
+
+    @override
+    async def append(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
+        rows = self.history.holders(run, stage, blocks)
+        self.history.appending(run, blocks)
+        await super().append(run, stage, blocks)
+        self.history.appended(stage, rows, run, blocks)
+
+    @override
+    async def fail(
+        self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str
+    ) -> None:
+        newest = self.history.newest(stage, uid)
+        await super().fail(run, stage, uid, token, outcome, reason)
+        self.history.held("fail", stage, uid, token, newest)
 
     @override
     async def take(

@@ -1,6 +1,6 @@
 """Disks that survive the processes that write to them: the queue's store, and the trainer's checkpoints.
 
-    apply ──▶ written (a crash keeps any prefix of its bytes) ──sync──▶ durable ──▶ acknowledged
+    apply ──▶ written (a crash keeps any of its sectors) ──sync──▶ durable ──▶ acknowledged
                          a crash here: whole, torn or gone
 
 The store is a log of transactions, each one frame with a checksum; a torn last frame is dropped when it is opened
@@ -28,6 +28,7 @@ from tests.simulation.loop import Blocked
 WRITE_S: Final = 0.0005
 SYNC_S: Final = 0.003
 """Mean seconds of a write and of an fsync."""
+SECTOR_BYTES: Final = 512
 TABLES: Final = tuple(Table)
 
 
@@ -52,9 +53,14 @@ class Disk:
         return SimulatedStore(self, self.owner)
 
     def crash(self) -> None:
-        """What was written and not synced may be there, in part, or not at all."""
-        kept = self.random.randrange(len(self.tail) + 1) if self.random.random() < 0.5 else None
-        self.tail = self.tail if kept is None else self.tail[:kept]
+        """What was written and not synced may be there: whole, or any of its sectors, in any order."""
+        if self.random.random() < 0.5:
+            return
+        sectors = [
+            self.tail[at : at + SECTOR_BYTES] for at in range(0, len(self.tail), SECTOR_BYTES)
+        ]
+        kept = [each if self.random.random() < 0.5 else bytes(len(each)) for each in sectors]
+        self.tail = b"".join(kept)[: self.random.randrange(len(self.tail) + 1)]
 
     def replay(self) -> None:
         """Add the last transaction if its frame is whole."""
