@@ -181,6 +181,7 @@ check: venv
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/architecture.py
 	$(BIN)/python benchmarks/hops.py --check
+	$(BIN)/python benchmarks/hops.py --take --check
 	$(MAKE) --no-print-directory proto-drift
 
 # Regenerate the committed gRPC code. The generator is pinned low so that its output runs on any newer protobuf.

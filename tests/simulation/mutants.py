@@ -39,8 +39,8 @@ from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.columns import Unread
 from meshrl.transferqueue.model.group import Grant, Group
 from meshrl.transferqueue.model.records import Exit, TakenBatch
+from meshrl.transferqueue.model.rows import Stage
 from meshrl.transferqueue.model.run import Run
-from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import CommitLog, Store
 from meshrl.weights.carriers import shm

@@ -58,6 +58,7 @@ from meshrl.transferqueue.model.group import Grant, task_key
 from meshrl.transferqueue.model.groups import packed
 from meshrl.transferqueue.model.leases import CheckedBlock, leasable, signals, waiting
 from meshrl.transferqueue.model.records import TakenBatch
+from meshrl.transferqueue.model.rows import Stage
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.specs import (
     Quota,
@@ -66,7 +67,6 @@ from meshrl.transferqueue.model.specs import (
     encode_spec,
     joined_specs,
 )
-from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry
 from meshrl.transferqueue.payload import PayloadReader
 from meshrl.transferqueue.recovery import restore

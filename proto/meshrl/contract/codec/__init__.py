@@ -22,17 +22,20 @@ from meshrl.contract.codec.control import (
     encode_array,
     printable,
 )
-from meshrl.contract.codec.rows import decode_batch, decode_rows, encode_batch, encode_rows
 from meshrl.contract.codec.streams import (
     AdmitCall,
     WriteCall,
     decode_admit,
+    decode_batch,
     decode_fetched,
     decode_lease,
+    decode_rows,
     decode_write,
     encode_admit,
+    encode_batch,
     encode_fetched,
     encode_lease,
+    encode_rows,
     encode_write,
 )
 from meshrl.contract.codec.types import (

@@ -23,8 +23,7 @@ from meshrl.contract.types import (
     Uid,
 )
 from meshrl.transferqueue.model.group import Group, StoredFrame, bits
-from meshrl.transferqueue.model.rows import ResidentRows
-from meshrl.transferqueue.model.stages import Stage
+from meshrl.transferqueue.model.rows import ResidentRows, Stage
 
 _I4, _I8, _U1, _F4, _F8 = map(np.dtype, ("<i4", "<i8", "u1", "<f4", "<f8"))
 TYPES: Mapping[str, tuple[np.dtype[Any], int]] = {

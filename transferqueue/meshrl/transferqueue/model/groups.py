@@ -33,8 +33,7 @@ from meshrl.contract.types import (
 )
 from meshrl.transferqueue.model.group import Group, task_key
 from meshrl.transferqueue.model.records import DeadRow, Exit, State, TaskMetadata
-from meshrl.transferqueue.model.rows import LastFailure, ResidentRows
-from meshrl.transferqueue.model.stages import Stage
+from meshrl.transferqueue.model.rows import LastFailure, ResidentRows, Stage
 from meshrl.transferqueue.store import Table
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from meshrl.transferqueue.model.columns import Unread, stored_frames
 from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.group import Grant, Group, bits
 from meshrl.transferqueue.model.groups import FeederVerbs
-from meshrl.transferqueue.model.stages import Stage
+from meshrl.transferqueue.model.rows import Stage
 from meshrl.transferqueue.signals import Signal
 
 EXPIRED = "lease expired"
