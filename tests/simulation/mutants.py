@@ -17,12 +17,10 @@ from meshrl.contract.types import (
     Batch,
     GenerateDelta,
     OnUpdate,
-    Outcome,
     RowBlock,
     RunSpec,
     RunState,
     Task,
-    Uid,
     Version,
     WeightManifest,
 )
@@ -138,18 +136,6 @@ class _AppendsUnderAnyToken(_WritesUnderAnyToken):
         await super().append(run, stage, [self._held(run, stage, block) for block in blocks])
 
 
-class _FailsUnderAnyToken(TransferQueue):
-    async def fail(
-        self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str
-    ) -> None:
-        state = self._run(run)
-        group = state.find(uid)
-        for grant in group.grants if group is not None else ():
-            if grant.stage == state.stages[stage].number and grant.mask >> uid.index & 1:
-                token = grant.token
-        await super().fail(run, stage, uid, token, outcome, reason)
-
-
 class _MovesTheCursorEarly(TransferQueue):
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         count = await super().admit(run, tasks, cursor=cursor, wait_s=wait_s)
@@ -188,14 +174,6 @@ class _RepeatsTokens(Run):
     def grant(self, stage: Stage, worker: str, limit: int) -> list[Unread]:
         self.record.last_token -= self.record.last_token % 2
         return super().grant(stage, worker, limit)
-
-
-class _KeepsWhatDeadRowsHad(Run):
-    def remove_rows(self, group: Group, mask: int, exit_: Exit, reason: str) -> None:
-        before = [(frame, frame.live) for frame in group.frames if frame.partial]
-        super().remove_rows(group, mask, exit_, reason)
-        for frame, live in before:
-            frame.live = live
 
 
 class _CountsStaleRowsTwice(Run):
@@ -373,17 +351,6 @@ MUTANTS: Final[Mapping[str, Mutant]] = {
     "write_under_any_token": Mutant(
         what="a write counts if anybody holds the row", parts=Parts(queue=_WritesUnderAnyToken)
     ),
-    "append_under_any_token": Mutant(
-        what="an append counts if anybody holds the row",
-        parts=Parts(queue=_AppendsUnderAnyToken),
-    ),
-    "fail_under_any_token": Mutant(
-        what="a failure counts if anybody holds the row", parts=Parts(queue=_FailsUnderAnyToken)
-    ),
-    "progress_of_dead_rows": Mutant(
-        what="a fresh attempt begins with tokens of the one that failed",
-        parts=_with_run(_KeepsWhatDeadRowsHad),
-    ),
     "cursor_early": Mutant(
         what="the feeder's position moves before all of its tasks are in",
         parts=Parts(queue=_MovesTheCursorEarly),
@@ -478,6 +445,10 @@ MUTANTS: Final[Mapping[str, Mutant]] = {
     "no_sweep": Mutant(
         what="a fenced trainer may still put its checkpoint in place",
         parts=Parts(checkpoints=_TakesNothingOver),
+    ),
+    "append_under_any_token": Mutant(
+        what="an append counts if anybody holds the row",
+        parts=Parts(queue=_AppendsUnderAnyToken),
     ),
 }
 """By name."""
