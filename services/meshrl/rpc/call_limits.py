@@ -15,11 +15,12 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 from grpc_health.v1 import health
+from typing_extensions import override
 
 from meshrl.contract.errors import BusyError
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.identity import CALLER
-from meshrl.rpc.interceptors import ANSWERED, RECEIVED, Behavior, Context
+from meshrl.rpc.interceptors import ANSWERED, RECEIVED, Answered, Behavior, Context
 from meshrl.rpc.transport import MAX_ANSWER_BYTES, MAX_CALLS, MAX_CONNECTIONS, MAX_REQUEST_BYTES
 
 HEALTH_CHECK: Final = f"/{health.SERVICE_NAME}/Check"
@@ -114,7 +115,7 @@ def _role(roles: frozenset[MeshRole]) -> str:
     return f"the role {'+'.join(sorted(roles))}"
 
 
-class _Held:
+class _Held(Answered):
     """Bytes that one call has of those that a server holds."""
 
     __slots__ = ("_holder", "_room", "held")
@@ -124,17 +125,18 @@ class _Held:
         self._holder = holder
         self.held = 0
 
-    def __call__(self, more: int) -> None:
-        """Hold `more`, or less if it is negative. Raises BusyError."""
-        if more > 0:
-            self._room.take(self._holder, more)
-        elif more:
+    @override
+    def __call__(self, more: int, *, there: bool = False) -> None:
+        if more < 0:
             self._room.give_back(self._holder, -more)
+        else:
+            self._room.take(self._holder, more, there=there)
         self.held += more
 
     def end(self) -> None:
         """Hold nothing any more."""
-        self(-self.held)
+        if self.held:
+            self(-self.held)
 
 
 class _Room:
@@ -146,23 +148,24 @@ class _Room:
         self._used = 0
         self._used_by: dict[str, int] = {}
 
-    def take(self, holder: str, amount: int, share: float = SHARE) -> None:
-        """Hold `amount` until it is given back.
+    def take(self, holder: str, amount: int, share: float = SHARE, *, there: bool = False) -> None:
+        """Hold `amount` until it is given back; `there`: also beyond what there is.
 
         Raises:
             BusyError: that is more than there is, or than the holder's share.
         """
         used, mine = self._used + amount, self._used_by.get(holder, 0) + amount
-        if used > self._total:
+        if used > self._total and not there:
             raise BusyError(
                 f"this service holds {self._used} {self._what} and takes {self._total}: try again"
             )
-        if mine > (most := max(1, int(self._total * share))):
+        if mine > (most := max(1, int(self._total * share))) and not there:
             raise BusyError(
                 f"{holder} holds {mine - amount} {self._what} here and may hold {most}: try again"
             )
         self._used = used
-        self._used_by[holder] = mine
+        if mine:
+            self._used_by[holder] = mine
 
     def give_back(self, holder: str, amount: int) -> None:
         """What `take` took."""

@@ -274,8 +274,20 @@ class LongPolls:
 
 RECEIVED: ContextVar[Callable[[int], object]] = ContextVar("received", default=lambda _: None)
 """Is told the bytes of a streamed request as they come; may refuse more."""
-ANSWERED: ContextVar[Callable[[int], object]] = ContextVar("answered", default=lambda _: None)
-"""Is told the bytes of an answer that are in memory, less than 0 when they are sent; may refuse more."""
+
+
+class Answered:
+    """Bytes of an answer that are in memory; this one counts none."""
+
+    def __call__(self, more: int, *, there: bool = False) -> None:
+        """Hold `more` bytes, or less if it is negative; `there`: they are in memory already, however many.
+
+        Raises:
+            BusyError: that is more than there may be; with 0, the caller has all that it may have.
+        """
+
+
+ANSWERED: ContextVar[Answered] = ContextVar("answered", default=Answered())  # noqa: B039 (it holds nothing)
 Item = TypeVar("Item")
 Request = TypeVar("Request", bound=SizedMessage)
 

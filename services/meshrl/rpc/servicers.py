@@ -144,7 +144,12 @@ class QueueServicer(TableServicer, table=QueueTable):
     async def Lease(
         self, request: queue_pb2.LeaseRequest, context: Context
     ) -> AsyncIterator[codec.Bulk[queue_pb2.LeaseResponse]]:
-        for message in self._bulk(await self.answer("Lease", request), context):
+        """A caller that leaves its answers unread gets no more rows: each answer has a lease's payload in memory."""
+        answered = ANSWERED.get()
+        answered(0)
+        messages = list(self._bulk(await self.answer("Lease", request), context))
+        answered(sum(message.ByteSize() for message in messages), there=True)
+        for message in messages:
             yield message
 
     async def Attend(

@@ -13,7 +13,7 @@ import pytest
 from meshrl.contract import codec
 from meshrl.contract.errors import BusyError
 from meshrl.contract.frames import Frame, pack
-from meshrl.contract.types import RowBlock
+from meshrl.contract.types import Lease, LeasedBlock, RowBlock, Task
 from meshrl.rpc.call_limits import CallLimits
 from meshrl.rpc.interceptors import Context
 from meshrl.rpc.servicers import FETCH_BYTES, FIRST_GROUPS, QueueServicer
@@ -23,6 +23,7 @@ from ...waiting import until
 
 FETCH = "/meshrl.v1.Queue/Fetch"
 GROUPS = 24
+LEASE = pb.LeaseRequest(runs=["run"], stage="reward", worker="w", limit=1)
 GROUP_BYTES = 4_000_000
 
 
@@ -46,6 +47,7 @@ class Payload:
         frame = pack([{"tokens": np.zeros(GROUP_BYTES // 4, dtype=np.int32)}])
         self.frame = Frame(frame)
         self.read: list[int] = []
+        self.leases = 0
 
     async def fetch(
         self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str]
@@ -55,6 +57,20 @@ class Payload:
             RowBlock(task=b.task, indices=b.indices, attempts=b.attempts, frames=(self.frame,))
             for b in blocks
         ]
+
+    async def lease(self, runs: Sequence[str], stage: str, **_: Any) -> Lease:
+        self.leases += 1
+        task = codec.pack_task(Task(run="run", task_id="t", prompt_ids=np.zeros(3, dtype=np.int32)))
+        block = LeasedBlock(
+            task="t",
+            indices=(0,),
+            attempts=(0,),
+            token=1,
+            frames=(self.frame,) * 6,
+            deliveries=(1,),
+            packed=task,
+        )
+        return Lease(stage=stage, worker="w", ttl_s=1.0, blocks=(block,))
 
 
 def asked(count: int) -> list[RowBlock]:
@@ -108,3 +124,28 @@ async def test_answers_that_nobody_reads_are_bounded_and_their_bytes_come_back()
     await asyncio.gather(*tasks, return_exceptions=True)
     for _ in range(8):
         assert await limits.by_address(FETCH, read_all)(b"", CONTEXT) == GROUPS
+
+
+async def test_whoever_leaves_leases_unread_gets_no_more_and_none_is_granted_for_nothing() -> None:
+    limits = CallLimits(answer_bytes=4 * FETCH_BYTES)
+    queue = Payload()
+    servicer = QueueServicer(cast("Any", queue))
+    begun: list[int] = []
+
+    async def read_one(_: Any, context: Context) -> None:
+        async with aclosing(servicer.Lease(LEASE, context)) as messages:
+            begun.append(len((await anext(messages)).frames))
+            await asyncio.Event().wait()
+
+    call = limits.by_address("/meshrl.v1.Queue/Lease", read_one)
+    tasks = [asyncio.create_task(call(b"", CONTEXT)) for _ in range(3)]
+    await until(lambda: len(begun) == 3)
+    with pytest.raises(BusyError, match="bytes of answers"):
+        await call(b"", CONTEXT)
+    assert queue.leases == 3
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    again = asyncio.create_task(call(b"", CONTEXT))
+    await until(lambda: len(begun) == 4)
+    again.cancel()
