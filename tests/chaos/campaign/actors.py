@@ -8,6 +8,7 @@ import random
 import zlib
 from collections.abc import Awaitable, Callable
 from itertools import groupby
+from typing import Final
 
 import numpy as np
 
@@ -116,6 +117,10 @@ async def _answer(queue: Queue, lease: Lease, version: Version, moods: random.Ra
                 )
 
 
+LONGEST: Final = 22_000 / 4
+"""The longest row, of 200 kB, by the shortest, of 4 tokens: each length between is as likely as twice that."""
+
+
 def _made(stage: str, row: LeasedRow, version: Version) -> RowWrite:
     """Payload that depends on uid and fencing token, so that two writers' payloads differ."""
     dice = np.random.default_rng([zlib.crc32(str(row.uid).encode()), row.token])
@@ -125,7 +130,7 @@ def _made(stage: str, row: LeasedRow, version: Version) -> RowWrite:
     if stage == "reference":
         length = len(row.columns["tokens"])
         return RowWrite(uid=row.uid, columns={"ref_logprobs": _floats(dice, length)})
-    length = int(dice.integers(4, 40))
+    length = int(4 * LONGEST ** dice.random())
     columns = {
         "tokens": dice.integers(0, 50_000, length, dtype=np.int32),
         "loss_mask": np.ones(length, np.uint8),
