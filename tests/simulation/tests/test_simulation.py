@@ -158,14 +158,8 @@ def test_a_trainer_that_takes_the_run_over_after_its_end_trains_on_nothing_more(
     """The queue's end keeps the successor from the run until the predecessor is back and done."""
     shape = Shape(prompts=4, workers=1, checkpoint_s=0.5)
     both_ended = 0
-    for at_s in (
-        8.8,
-        9.6,
-        10.8,
-        11.0,
-        11.2,
-        11.4,
-    ):  # which of them is between the two ends moves with what a step takes
+    # Which moments lie between the two ends moves with what a step takes.
+    for at_s in np.arange(8.8, 11.6, 0.2).tolist():
         faults = [
             Fault(at_s=at_s, kind=Kind.ZOMBIE, target="trainer", seconds=2.0),
             Fault(at_s=at_s + 0.05, kind=Kind.STOP, target="queue"),
