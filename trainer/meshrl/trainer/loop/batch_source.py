@@ -40,6 +40,8 @@ from meshrl.trainer.ranks.compute import Compute
 from meshrl.trainer.ranks.world import World
 
 log = logging.getLogger(__name__)
+FEWEST_DEAD = 16
+"""Rows: that fewer died in a row says little, however small the batch is."""
 
 
 TELL_S = 10.0
@@ -290,7 +292,7 @@ class BatchSource:
                 await self._publisher.drained()
 
     async def _refuse_hopeless(self) -> None:
-        """End the wait when a whole batch of rows was dead-lettered during it.
+        """End the wait when a whole batch of rows, and at least FEWEST_DEAD, was dead-lettered during it.
 
         Raises:
             UserError: with the most frequent reason.
@@ -300,7 +302,7 @@ class BatchSource:
         if self._dead_at_first_timeout is None:
             self._dead_at_first_timeout = dead
         lost = dead - self._dead_at_first_timeout
-        if lost < rows:
+        if lost < max(rows, FEWEST_DEAD):
             return
         letters = await self._queue.dead_letters(run)
         reasons = Counter(f"{letter.stage}: {letter.reason}" for letter in letters[-rows:])
