@@ -8,6 +8,8 @@ import yaml
 
 MOST_VALUES: Final = 200_000
 """Keys and values of one document, each alias counted as what it repeats. A recipe has some hundred."""
+TEXT_OF_A_VALUE: Final = 64
+"""So many characters more count as another value."""
 MOST_DEPTH: Final = 100
 """Levels of sections and lists."""
 
@@ -25,6 +27,16 @@ class BoundedLoader(yaml.SafeLoader):
             self._check(node, {}, 0)
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """The value of `node`; one that its tag cannot be, such as `!!int x`, is a `yaml.YAMLError`, too."""
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            problem = (
+                f"{str(getattr(node, 'value', ''))[:40]!r} is no {node.tag.rpartition(':')[2]}"
+            )
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
+
     def _check(self, node: yaml.Node, sizes: dict[int, int], depth: int) -> int:
         """Count the values of `node` with its aliases expanded; `sizes` has those of nodes counted before."""
         known = sizes.get(id(node))
@@ -35,7 +47,7 @@ class BoundedLoader(yaml.SafeLoader):
         if depth > MOST_DEPTH:
             raise self._refused(node, f"more than {MOST_DEPTH} levels")
         sizes[id(node)] = 0
-        size = 1
+        size = 1 + (len(node.value) // TEXT_OF_A_VALUE if isinstance(node, yaml.ScalarNode) else 0)
         for child in _children(node):
             size += self._check(child, sizes, depth + 1)
         if size > MOST_VALUES:

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import ValidationError
@@ -236,6 +236,10 @@ WRITTEN_BY_US = frozenset({"value_error", "assertion_error"})
 """Kinds of error whose message a validator of ours wrote."""
 
 
+MOST_TOLD: Final = 100
+"""Problems of one file that are told: each costs a search for the key that was meant."""
+
+
 def problems(
     model: type[Config], error: ValidationError, origins: Mapping[Loc, str]
 ) -> dict[Loc, str]:
@@ -248,6 +252,9 @@ def problems(
         # An unknown section (verl's `actor_rollout_ref`) is answered key by key.
         leaves = _leaves(detail["input"], at) if field is None else [at]
         for leaf in leaves:
+            if len(found) == MOST_TOLD:
+                found[leaf] = f"{origin_of(origins, leaf)}: and more like these; mend them first"
+                return found
             if leaf not in found:
                 found[leaf] = f"{origin_of(origins, leaf)}: {_sentence(model, leaf, detail)}"
     return found

@@ -341,9 +341,10 @@ def _twice(node: yaml.Node, at: Loc = ()) -> Iterator[tuple[str, int]]:
         seen: set[Hashable] = set()
         for key, value in node.value:
             where = (*at, str(key.value))
-            if key.value in seen and key.value != "<<":
-                yield ".".join(map(str, where)), key.start_mark.line + 1
-            seen.add(key.value)
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen and key.value != "<<":
+                    yield ".".join(map(str, where)), key.start_mark.line + 1
+                seen.add(key.value)
             yield from _twice(value, where)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):

@@ -24,6 +24,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 from pydantic import Field, ValidationError
 
+from meshrl.common import bounded_yaml
 from meshrl.common.config import Config
 from meshrl.common.files import check_private_file
 from meshrl.contract.errors import (
@@ -193,7 +194,7 @@ class TokenStore:
 def _read_tokens(path: Path) -> Sequence[TokenEntry]:
     check_private_file(path, "tokens file")
     try:
-        return TokenFile.model_validate(yaml.safe_load(path.read_text())).tokens or []
+        return TokenFile.model_validate(bounded_yaml.load(path.read_text())).tokens or []
     except OSError as error:
         raise ConfigError(f"tokens file {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
