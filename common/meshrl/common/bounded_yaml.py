@@ -9,7 +9,7 @@ import yaml
 MOST_VALUES: Final = 200_000
 """Keys and values of one document, each alias counted as what it repeats. A recipe has some hundred."""
 TEXT_OF_A_VALUE: Final = 64
-"""So many characters more count as another value."""
+"""Characters of a text that count as one more value."""
 MOST_DEPTH: Final = 100
 """Levels of sections and lists."""
 

@@ -80,7 +80,7 @@ class RewardStage:
         self._token_rewards = token_rewards
         self._token_ends = token_ends
         self._component_names: dict[str, set[str]] = defaultdict(set)
-        """By run."""
+        """Component names by run."""
         self._told: set[str] = set()
         """Runs whose further names are dropped."""
         self._loop = StageWorker(

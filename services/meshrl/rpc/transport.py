@@ -14,7 +14,7 @@ wait in 2,000 and may make 10,000 more."""
 MAX_REQUEST_BYTES: Final = 2 << 30
 """Of all requests that a server holds at once."""
 MAX_ANSWER_BYTES: Final = 2 << 30
-"""Of payload that a server has read for answers and not sent, in all calls at once."""
+"""Payload that a server has read for answers and not sent, in all calls at once."""
 MAX_CONNECTIONS: Final = 16_384
 """Of one server; a worker has two or three to its queue."""
 MAX_METADATA_BYTES: Final = 64 << 10

@@ -287,6 +287,11 @@ async def test_the_copy_that_a_killed_export_left_is_removed(tmp_path: Path) -> 
     await store.close()
 
 
+def fails(*_: object) -> None:
+    """A commit as LMDB reports one that the disk did not take."""
+    raise lmdb.Error("mdb_txn_commit: Input/output error")
+
+
 async def test_a_disk_that_fails_and_has_room_ends_the_queue_and_nothing_is_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,9 +299,6 @@ async def test_a_disk_that_fails_and_has_room_ends_the_queue_and_nothing_is_ackn
     await actors.start()
     await actors.feed(tasks(1))
     lease = await actors.lease()
-
-    def fails(*_: object) -> None:
-        raise lmdb.Error("mdb_txn_commit: Input/output error")
 
     with monkeypatch.context() as broken:
         broken.setattr(DiskStore, "_commit", fails)
@@ -316,9 +318,6 @@ async def test_a_write_that_a_limit_of_file_sizes_cuts_short_is_a_full_disk(
 ) -> None:
     store = DiskStore(tmp_path)
     await store.load()
-
-    def fails(*_: object) -> None:
-        raise lmdb.Error("mdb_txn_commit: Input/output error")
 
     monkeypatch.setattr(DiskStore, "_commit", fails)
     with file_limit(4 * MIB), pytest.raises(CapacityError, match="took no more"):

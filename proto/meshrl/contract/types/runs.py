@@ -238,7 +238,7 @@ PROBLEMS_NAMED = 20
 
 @dataclass(slots=True, kw_only=True)
 class Audit:
-    """What was checked, and what is wrong with it."""
+    """Result of an audit: counts, and problems."""
 
     ledgers: dict[str, Ledger] = field(default_factory=dict)
     """Derived from the stored records, by run."""

@@ -306,7 +306,7 @@ class Registry:
         return differences
 
     async def _make_room(self, by: str, version: str) -> None:
-        """Where the store is full, delete the oldest version that no name ever pointed to, of whoever has most.
+        """Delete the oldest version that no name ever pointed to, of whoever has most, if the store is full.
 
         Raises:
             CapacityError: `by` has as many versions as one caller may have.
