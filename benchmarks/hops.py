@@ -32,7 +32,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
@@ -91,6 +91,9 @@ PLACES = {
 TRIES = 3
 """Rows that `--check` counts at most: what all of them called is what a row must pass."""
 COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "reward")
+
+
+C = TypeVar("C", bound="Calls")
 
 
 class Numbers:
@@ -269,9 +272,8 @@ async def pass_versions(folder: Path, calls: Calls, carrier: str) -> None:
         await asyncio.gather(*running, return_exceptions=True)
 
 
-def noted(work: Callable[[Path, Calls], Coroutine[Any, Any, None]], *hops: str) -> Calls:
-    """The calls of one row, or of one version."""
-    calls = Calls(*hops)
+def noted(work: Callable[[Path, Calls], Coroutine[Any, Any, None]], calls: C) -> C:
+    """`calls`, with those of one row, or of one version."""
     threading.setprofile(calls.note)
     sys.setprofile(calls.note)
     with tempfile.TemporaryDirectory() as folder:
@@ -286,7 +288,7 @@ def version() -> int:
     logging.getLogger("meshrl.weights").setLevel(logging.ERROR)  # the replicas leave at the end
     counts, most = {}, 0
     for carrier in ("shm", "gloo"):
-        calls = noted(partial(pass_versions, carrier=carrier), "version")
+        calls = noted(partial(pass_versions, carrier=carrier), Calls("version"))
         plane = [file for file in calls.files() if "/meshrl/weights/" in file]
         if "--version" in sys.argv:
             print(*(f"{carrier}: {file.partition('/meshrl/')[2]}" for file in plane), sep="\n")
@@ -377,11 +379,11 @@ def main() -> int:
         return version()
     if "--take" in sys.argv:
         return take()
-    calls, checks = noted(pass_rows, *HOPS), "--check" in sys.argv
+    calls, checks = noted(pass_rows, Calls(*HOPS)), "--check" in sys.argv
     for _ in range(TRIES - 1):
         if not checks or fits(calls):
             break
-        calls.keep(noted(pass_rows, *HOPS))
+        calls.keep(noted(pass_rows, Calls(*HOPS)))
     if "--files" in sys.argv:
         print(*calls.files(), sep="\n")
     counts = calls.counts()
