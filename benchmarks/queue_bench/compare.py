@@ -195,11 +195,14 @@ def summary(passes: Sequence[Pass], samples: int, nbytes: int) -> dict[str, Any]
 
 def slowest_share(passes: Sequence[Pass], ranks: int) -> float:
     """The payload that the busiest rank fetches, in the worst batch, against the mean: as the trainer deals rows."""
-    from meshrl.trainer.model.packing import plan  # brings torch, and the clocks have stopped
+    from meshrl.trainer.model.packing import (
+        alone,
+        plan,
+    )  # brings torch, and the clocks have stopped
 
     worst = 0.0
     for lengths in (lengths for done in passes for lengths in done.lengths):
-        dealt = plan(lengths, ranks=ranks, max_tokens=1 << 30)
+        dealt = plan(alone(lengths), ranks=ranks, max_tokens=1 << 30)
         loads = [sum(lengths[row] for row in dealt.rows_of(rank)) for rank in range(ranks)]
         worst = max(worst, max(loads) * ranks / sum(loads))
     return round(worst, 3)

@@ -17,6 +17,8 @@ IN_TURNS = "MESHRL_GPU_IN_TURNS"
 
 LOGIT_BYTES = 10
 """In half precision, with two float32 buffers: what the trainer takes uncompiled; compiled it takes 4."""
+ROWS_PER_LAID = 2
+"""Tokens of a micro-batch's rows, per token that it may lay: attention copies a shared prompt for each row."""
 _LOGITS_SHARE = 20
 _FEWEST_LOGITS, _MOST_LOGITS = 1 << 25, 1 << 28
 

@@ -28,6 +28,7 @@ from meshrl.contract.types import (
     TOKEN_REWARDS,
     Columns,
     Float32,
+    Int32,
     Json,
     Media,
     Message,
@@ -58,9 +59,16 @@ def column_text(column: npt.NDArray[np.uint8]) -> str:
 
 
 def rollout_write(
-    trajectory: Trajectory, outcome: Outcome, finish_reason: str, now: Version
+    trajectory: Trajectory,
+    outcome: Outcome,
+    finish_reason: str,
+    now: Version,
+    prompt: Int32 | None = None,
 ) -> RowWrite:
-    """What the rollout stage writes back; `now` labels a row that sampled nothing."""
+    """What the rollout stage writes back; `now` labels a row that sampled nothing.
+
+    `prompt` int32[p] is the task's; the row may begin with it, as its siblings do.
+    """
     spans = trajectory.spans
     columns: Columns = {
         "tokens": trajectory.tokens,
@@ -82,8 +90,16 @@ def rollout_write(
         oldest=min((s.version for s in spans), key=lambda v: (v.step, v.epoch), default=now),
         newest=max((s.version for s in spans), default=now),
         finish_reason=finish_reason,
+        prompt_tokens=_begins_with(trajectory.tokens, prompt),
     )
     return RowWrite(uid=trajectory.uid, columns=columns, facts=facts)
+
+
+def _begins_with(tokens: Int32, prompt: Int32 | None) -> int:
+    """Tokens of the prompt that the row begins with: all or none."""
+    if prompt is None or not np.array_equal(tokens[: len(prompt)], prompt):
+        return 0
+    return len(prompt)
 
 
 def reward_write(score: Score, *, loss_mask: Uint8 | None = None) -> RowWrite:

@@ -745,6 +745,7 @@ class Facts(_message.Message):
     OLDEST_FIELD_NUMBER: _builtins.int
     NEWEST_FIELD_NUMBER: _builtins.int
     FINISH_REASONS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def given(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
         """Per group: whether it has any."""
@@ -767,6 +768,10 @@ class Facts(_message.Message):
     def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """stop | length | abort | ..."""
 
+    @_builtins.property
+    def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Leading tokens that are the task's prompt; none for any row: not known."""
+
     def __init__(
         self,
         *,
@@ -776,10 +781,11 @@ class Facts(_message.Message):
         oldest: Global___VersionList | None = ...,
         newest: Global___VersionList | None = ...,
         finish_reasons: _abc.Iterable[_builtins.str] | None = ...,
+        prompt_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "oldest", b"oldest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reasons", b"finish_reasons", "given", b"given", "newest", b"newest", "num_tokens", b"num_tokens", "oldest", b"oldest", "outcomes", b"outcomes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reasons", b"finish_reasons", "given", b"given", "newest", b"newest", "num_tokens", b"num_tokens", "oldest", b"oldest", "outcomes", b"outcomes", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -995,6 +1001,7 @@ class Batch(_message.Message):
     OLDEST_FIELD_NUMBER: _builtins.int
     NEWEST_FIELD_NUMBER: _builtins.int
     OUTCOMES_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     batch_id: _builtins.str
     run: _builtins.str
     step: _builtins.int
@@ -1022,6 +1029,10 @@ class Batch(_message.Message):
     def outcomes(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.Outcome.ValueType]:
         """Per row."""
 
+    @_builtins.property
+    def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in Facts."""
+
     def __init__(
         self,
         *,
@@ -1034,10 +1045,11 @@ class Batch(_message.Message):
         oldest: Global___VersionList | None = ...,
         newest: Global___VersionList | None = ...,
         outcomes: _abc.Iterable[_trajectory_pb2.Outcome.ValueType] | None = ...,
+        prompt_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "oldest", b"oldest", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "newest", b"newest", "num_tokens", b"num_tokens", "oldest", b"oldest", "outcomes", b"outcomes", "rows", b"rows", "run", b"run", "sizes", b"sizes", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "newest", b"newest", "num_tokens", b"num_tokens", "oldest", b"oldest", "outcomes", b"outcomes", "prompt_tokens", b"prompt_tokens", "rows", b"rows", "run", b"run", "sizes", b"sizes", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

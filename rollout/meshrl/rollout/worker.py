@@ -340,7 +340,11 @@ class RolloutWorker:
             experts = await asyncio.to_thread(recorder.column, tokens, starts)
             trajectory = replace(trajectory, routed_experts=experts)
         written = rollout_write(
-            trajectory, rollout.outcome, rollout.finish_reason, self._engine.version
+            trajectory,
+            rollout.outcome,
+            rollout.finish_reason,
+            self._engine.version,
+            task.prompt_ids,
         )
         notes: Columns = {ROLLOUT_TIMES: times_column(began, time.time())}
         if rollout.messages:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshrl.common.device_share import LOGIT_BYTES, logits_at_once
+from meshrl.common.device_share import LOGIT_BYTES, ROWS_PER_LAID, logits_at_once
 from meshrl.config.machine import GIB
 from meshrl.config.recipe import Recipe, algorithm_needs
 
@@ -83,6 +83,11 @@ class ModelShape:
         width = 6 * self.hidden + 2 * self.head_dim * (self.heads + self.key_value_heads)
         return tokens * element * (width + 4 * self.intermediate)
 
+    def attention_copies(self, tokens: int, element: int) -> int:
+        """Bytes of what attention keeps of tokens that are laid once and read by several rows."""
+        width = 2 * self.head_dim * (self.heads + self.key_value_heads)
+        return (ROWS_PER_LAID - 1) * tokens * element * width
+
     def cache(self, tokens: int) -> int:
         """Keys and values in 16 bits."""
         return 2 * 2 * self.layers * self.key_value_heads * self.head_dim * tokens
@@ -115,7 +120,7 @@ def trainer_need(recipe: Recipe, model: ModelShape, gpus: int, memory: int) -> N
     states = 0 if config.lora_rank else 3 * full
     gathered = 2 * element * model.layer_parameters + element * model.vocabulary * model.hidden
     tokens = math.ceil(actor.ppo_max_token_len_per_gpu / parallel.sequence)
-    layer = model.layer_activations(tokens, element)
+    layer = model.layer_activations(tokens, element) + model.attention_copies(tokens, element)
     if config.enable_gradient_checkpointing and not config.keep_matmuls:
         activations = layer + model.layers * tokens * element * model.hidden
     else:
@@ -136,7 +141,9 @@ def reference_need(recipe: Recipe, model: ModelShape, memory: int) -> Need:
     whole = 2 * model.layer_parameters + model.vocabulary * model.hidden if ranks > 1 else 0
     return Need(
         weights=element * (model.parameters // ranks + whole),
-        work=model.layer_activations(tokens, element) + LOGIT_BYTES * logits_at_once(memory),
+        work=model.layer_activations(tokens, element)
+        + model.attention_copies(tokens, element)
+        + LOGIT_BYTES * logits_at_once(memory),
     )
 
 

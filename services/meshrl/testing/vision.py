@@ -27,7 +27,7 @@ from meshrl.contract.types import (
 )
 from meshrl.images import ImageProcessor
 from meshrl.rollout.streams import sample
-from meshrl.trainer.model.packing import Pack, cut, pack
+from meshrl.trainer.model.packing import Pack, alone, cut, pack
 from meshrl.trainer.model.policy import Policy
 from meshrl.trainer.model.vision import VisionReader
 
@@ -333,7 +333,7 @@ async def sampled(
 def apart(policy: Policy, reader: VisionReader, rows: Sequence[Trajectory]) -> torch.Tensor:
     """float32[tokens]: how far the log-probs of rows are from the policy's, which computes them in packs."""
     ours, theirs = [], []
-    for chosen in cut([len(row.tokens) for row in rows], PACK_TOKENS):
+    for chosen in cut(alone([len(row.tokens) for row in rows]), PACK_TOKENS):
         part = [rows[index] for index in chosen]
         ours.append(policy(packed(reader, part), 1.0)[0])
         theirs += [torch.from_numpy(row.rollout_logprobs[row.prompt_length :]) for row in part]

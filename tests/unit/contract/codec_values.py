@@ -52,6 +52,7 @@ facts = st.builds(
     oldest=versions,
     newest=versions,
     finish_reason=texts,
+    prompt_tokens=large,
 )
 sampling = st.builds(
     SamplingParams,
@@ -113,7 +114,7 @@ def batch_groups(draw: st.DrawFn) -> RowBlock:
         return draw(st.lists(values, min_size=rows, max_size=rows).map(tuple))
 
     manifest_facts = st.builds(
-        RowFacts, st.sampled_from(Outcome), large, versions, versions, st.just("")
+        RowFacts, st.sampled_from(Outcome), large, versions, versions, st.just(""), large
     )
     return RowBlock(
         task=draw(names),

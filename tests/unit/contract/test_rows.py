@@ -25,6 +25,27 @@ def test_the_oldest_version_of_a_row_is_that_of_the_earliest_step() -> None:
     assert (facts.oldest, facts.newest) == (after, after)
 
 
+def test_a_row_says_how_much_of_its_beginning_is_the_prompt_of_its_task() -> None:
+    sampled = Trajectory(
+        uid=Uid("run", "task", 0, 0),
+        tokens=np.arange(6, dtype=np.int32),
+        loss_mask=np.ones(6, np.uint8),
+        rollout_logprobs=np.zeros(6, np.float32),
+        spans=(),
+    )
+
+    def known(*prompt: int) -> int:
+        asked = np.array(prompt, np.int32)
+        facts = rollout_write(sampled, Outcome.OK, "stop", Version(1, 0), asked).facts
+        assert facts is not None
+        return facts.prompt_tokens
+
+    assert known(0, 1, 2) == 3
+    assert known(0, 1, 5) == 0  # a program wrote another beginning
+    assert known(*range(7)) == 0
+    assert known() == 0
+
+
 def test_what_a_judge_says_is_kept_beside_its_numbers() -> None:
     tokens = np.arange(3, dtype=np.int32)
     sampled: Columns = {

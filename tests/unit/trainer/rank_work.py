@@ -65,10 +65,10 @@ def trajectories() -> list[Trajectory]:
     return rows
 
 
-def manifest_row(uid: Uid, group_size: int, num_tokens: int) -> BatchRow:
+def manifest_row(uid: Uid, group_size: int, num_tokens: int, prompt: int = 0) -> BatchRow:
     return BatchRow(
         uid=uid, group=uid.task, group_size=group_size, num_tokens=num_tokens,
-        oldest=Version(1, 0), newest=Version(1, 0), outcome=Outcome.OK,
+        oldest=Version(1, 0), newest=Version(1, 0), outcome=Outcome.OK, prompt_tokens=prompt,
     )  # fmt: skip
 
 

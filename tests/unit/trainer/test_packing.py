@@ -11,7 +11,17 @@ import torch
 from meshrl.contract.types import Batch, Int32, Uid
 from meshrl.trainer.learner.experience import MiniBatch, Schedule, schedule
 from meshrl.trainer.learner.micro_batcher import MicroBatcher
-from meshrl.trainer.model.packing import Pack, cut_alike, layout_of, pack, plan
+from meshrl.trainer.model.packing import (
+    Pack,
+    PackSize,
+    alone,
+    cut,
+    cut_alike,
+    layout_of,
+    pack,
+    pair_sizes,
+    plan,
+)
 from meshrl.trainer.ranks.world import World
 
 from . import tiny
@@ -22,13 +32,13 @@ LENGTHS = np.random.default_rng(0).integers(2, 300, 101).tolist()
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_every_row_is_in_exactly_one_micro_batch(ranks: int) -> None:
-    made = plan(LENGTHS, ranks=ranks, max_tokens=512)
+    made = plan(alone(LENGTHS), ranks=ranks, max_tokens=512)
     dealt = sorted(row for rank in range(ranks) for row in made.rows_of(rank))
     assert dealt == list(range(len(LENGTHS)))
 
 
 def test_a_micro_batch_keeps_the_token_budget_unless_one_row_alone_exceeds_it() -> None:
-    made = plan([*LENGTHS, 900], ranks=2, max_tokens=512)
+    made = plan(alone([*LENGTHS, 900]), ranks=2, max_tokens=512)
     sizes = [*LENGTHS, 900]
     packs = [micro for rank in made.ranks for micro in rank]
     over = [micro for micro in packs if sum(sizes[row] for row in micro) > 512]
@@ -36,9 +46,9 @@ def test_a_micro_batch_keeps_the_token_budget_unless_one_row_alone_exceeds_it() 
 
 
 def test_every_rank_runs_as_many_micro_batches() -> None:
-    made = plan([500, 10, 10], ranks=3, max_tokens=64)
+    made = plan(alone([500, 10, 10]), ranks=3, max_tokens=64)
     assert {len(rank) for rank in made.ranks} == {1}
-    assert plan([9], ranks=2, max_tokens=64).ranks == (((0,),), ((),))
+    assert plan(alone([9]), ranks=2, max_tokens=64).ranks == (((0,),), ((),))
 
 
 def test_a_pack_points_at_the_hidden_state_before_each_response_token() -> None:
@@ -119,9 +129,9 @@ def test_siblings_stay_together_while_they_are_a_small_part_of_a_micro_batch() -
 def test_packs_cut_alike_keep_rows_that_begin_alike_together() -> None:
     prompts = [np.full(6, token, dtype=np.int32) for token in (1, 2, 3)]
     rows = [np.append(prompts[n % 3], np.int32(n)).astype(np.int32) for n in range(9)]
-    assert cut_alike(rows, 21) == [(0, 3, 6), (1, 4, 7), (2, 5, 8)]
+    assert cut_alike(rows, 11) == [(0, 3, 6), (1, 4, 7), (2, 5, 8)]  # 9 tokens laid, of 21
     assert sorted(cut_alike(rows, 0)) == [(n,) for n in range(9)]
-    assert cut_alike([np.zeros(40, np.int32), *rows], 21)[0] == (0,)
+    assert cut_alike([np.zeros(40, np.int32), *rows], 11)[0] == (0,)
     assert cut_alike([], 21) == []
 
 
@@ -208,3 +218,65 @@ def test_the_next_pack_is_laid_out_while_the_device_computes_this_one(
         events.append(f"backward {chosen[0]}")
     ahead = ["pack 0", "forward", "pack 1", "backward 0", "forward", "pack 2", "backward 1"]
     assert events == [*ahead, "forward", "backward 2"]
+
+
+def test_packs_lay_as_many_tokens_as_the_budget_says_and_hold_rows_of_twice_as_many() -> None:
+    draws = np.random.default_rng(1)
+    rows, groups, prompts = [], [], []
+    for number, length in enumerate((5, 40, 90, 200)):
+        prompt = draws.integers(0, 1000, length).astype(np.int32)
+        for answer in draws.integers(1, 60, 8):
+            end = draws.integers(1000, 2000, answer).astype(np.int32)
+            rows.append(np.concatenate([prompt, end]))
+            groups.append(str(number))
+            prompts.append(length)
+    sizes = [
+        PackSize(len(row), len(row) - prompt, group, prompt)
+        for row, group, prompt in zip(rows, groups, prompts, strict=True)
+    ]
+    for budget in (256, 512, 1024):
+        packs = cut(sizes, budget)
+        for chosen in packs:
+            made = pack([rows[row] for row in chosen], [prompts[row] for row in chosen])
+            tokens = sum(len(rows[row]) for row in chosen)
+            assert made.input_ids.shape[1] <= budget or len(chosen) == 1
+            assert tokens <= 2 * budget or len(chosen) == 1
+        assert sorted(row for chosen in packs for row in chosen) == list(range(len(rows)))
+        assert len(packs) < len(cut(alone([len(row) for row in rows]), budget))
+
+
+def test_a_batch_whose_prompts_are_shared_needs_fewer_micro_batches_on_any_number_of_ranks() -> (
+    None
+):
+    rows = [manifest_row(Uid("r", f"t{n % 8}", n // 8), 8, 200, prompt=100) for n in range(64)]
+    for ranks in (1, 2, 4):
+        micros, laid = {}, {}
+        for share in (True, False):
+            made = schedule(
+                batch_of(rows),
+                ranks=ranks,
+                max_tokens=1000,
+                mini_batch_groups=None,
+                share_prompts=share,
+            )
+            (mini,) = made.mini_batches
+            dealt = [[{row // 8 for row in micro} for micro in rank] for rank in mini.ranks]
+            micros[share] = sum(map(len, dealt))
+            laid[share] = [
+                sum(
+                    100 * len(micro) + 100 * len(groups)
+                    for micro, groups in zip(*both, strict=True)
+                )
+                for both in zip(mini.ranks, dealt, strict=True)
+            ]
+            assert sorted(row for rank in mini.ranks for micro in rank for row in micro) == [
+                *range(64)
+            ]
+        assert micros[True] < micros[False]
+        assert max(laid[True]) <= 1.25 * sum(laid[True]) / ranks
+
+
+def test_a_pair_lays_what_both_begin_with_once() -> None:
+    one, other = np.array([1, 2, 3, 4], np.int32), np.array([1, 2, 5], np.int32)
+    assert pair_sizes([(one, other)]) == [PackSize(7, 3, "0", 2)]
+    assert pair_sizes([(one, other)])[0].laid == pack([one, other], [2, 2]).input_ids.shape[1]

@@ -388,7 +388,8 @@ class ActorConfig(Config):
     """Prompts per optimizer step; None takes the whole batch in one."""
     ppo_epochs: PositiveInt = 1
     ppo_max_token_len_per_gpu: PositiveInt = 16_384
-    """Tokens of one packed micro-batch."""
+    """Tokens that one packed micro-batch lays: a prompt counts once for all siblings in it. Those of its rows may be
+    twice as many, for attention reads a prompt for each row."""
     clip_ratio: PositiveFloat = 0.2
     clip_ratio_low: PositiveFloat | None = None
     """None takes `clip_ratio`."""

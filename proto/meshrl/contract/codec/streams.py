@@ -143,7 +143,7 @@ def encode_facts(facts: Sequence[Sequence[RowFacts]]) -> pb.Facts | None:
     every = list(chain.from_iterable(facts))
     if not every:
         return None
-    outcomes, num_tokens, oldest, newest, finish_reasons = zip(*every, strict=True)
+    outcomes, num_tokens, oldest, newest, finish_reasons, prompt_tokens = zip(*every, strict=True)
     return pb.Facts(
         given=[bool(of_group) for of_group in facts],
         outcomes=map(OUTCOMES.number_of.__getitem__, outcomes),
@@ -151,6 +151,7 @@ def encode_facts(facts: Sequence[Sequence[RowFacts]]) -> pb.Facts | None:
         oldest=_encode_versions(oldest),
         newest=_encode_versions(newest),
         finish_reasons=finish_reasons,
+        prompt_tokens=prompt_tokens,
     )
 
 
@@ -170,6 +171,7 @@ def decode_facts(message: pb.Facts, counts: Sequence[int]) -> list[tuple[RowFact
         _decode_versions(message.oldest, rows),
         _decode_versions(message.newest, rows),
         message.finish_reasons[:],
+        message.prompt_tokens[:] or [0] * rows,
     )
     if any(len(column) != rows for column in columns):
         malformed(f"{rows} rows, facts of {sorted({len(column) for column in columns})}")
@@ -181,7 +183,8 @@ def encode_batch(batch: Batch) -> pb.Batch:
     """The manifest."""
     groups = batch.groups
     every = list(chain.from_iterable([group.facts for group in groups]))
-    outcomes, num_tokens, oldest, newest, _ = zip(*every, strict=True) if every else ((),) * 5
+    columns = zip(*every, strict=True) if every else ((),) * 6
+    outcomes, num_tokens, oldest, newest, _, prompt_tokens = columns
     return pb.Batch(
         batch_id=batch.batch_id,
         run=batch.run,
@@ -192,6 +195,7 @@ def encode_batch(batch: Batch) -> pb.Batch:
         oldest=_encode_versions(oldest),
         newest=_encode_versions(newest),
         outcomes=map(OUTCOMES.number_of.__getitem__, outcomes),
+        prompt_tokens=prompt_tokens,
     )
 
 
@@ -208,6 +212,7 @@ def decode_batch(message: pb.Batch) -> Batch:
         _decode_versions(message.oldest, rows),
         _decode_versions(message.newest, rows),
         [""] * rows,
+        message.prompt_tokens[:] or [0] * rows,
     )
     if any(len(column) != rows for column in columns):
         malformed(f"{rows} rows, facts of {sorted({len(column) for column in columns})}")

@@ -293,6 +293,8 @@ class BatchRow:
     oldest: Version
     newest: Version
     outcome: Outcome
+    prompt_tokens: int = 0
+    """As in RowFacts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,6 +320,7 @@ class Batch:
                     oldest=facts.oldest,
                     newest=facts.newest,
                     outcome=facts.outcome,
+                    prompt_tokens=facts.prompt_tokens,
                 )
                 for group in self.groups
                 for uid, facts in zip(group.uids(self.run), group.facts, strict=True)
@@ -339,7 +342,14 @@ class Batch:
                     attempts=tuple(row.uid.attempt for row in members),
                     group_size=members[0].group_size,
                     facts=tuple(
-                        RowFacts(row.outcome, row.num_tokens, row.oldest, row.newest, "")
+                        RowFacts(
+                            row.outcome,
+                            row.num_tokens,
+                            row.oldest,
+                            row.newest,
+                            "",
+                            row.prompt_tokens,
+                        )
                         for row in members
                     ),
                 )

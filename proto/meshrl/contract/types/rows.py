@@ -229,6 +229,8 @@ class RowFacts(NamedTuple):
     """The oldest version that sampled a token of the row: what staleness is measured from."""
     newest: Version
     finish_reason: str = "stop"
+    prompt_tokens: int = 0
+    """Leading tokens that are the task's prompt, which the group's rows share; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from meshrl.contract.types import Batch, BatchRow, Outcome, Trajectory, Uid, Ver
 from meshrl.trainer.algorithms.advantages._types import Steps
 from meshrl.trainer.algorithms.advantages.gigpo import anchors_of, steps_of
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.model.packing import cut, plan
+from meshrl.trainer.model.packing import PackSize, cut, plan
 from meshrl.trainer.ranks.world import World
 
 GROUP_PARTS = 4
@@ -74,12 +74,13 @@ def schedule(
     mini_batch_groups: int | None,
     whole_groups: bool = False,
     extra_rows: int = 0,
+    share_prompts: bool = True,
 ) -> Schedule:
     """Sort rows, cut the groups into mini-batches, deal each to the ranks.
 
-    With `whole_groups` the rows of a group stay in one micro-batch. On a single rank siblings stay together as far as
-    the token budget is not wasted by it: their prompt is computed once for each micro-batch that has some of them.
-    The last `extra_rows` of a group are baselines.
+    With `whole_groups` the rows of a group stay in one micro-batch. Otherwise siblings stay together as far as the
+    token budget is not wasted by it: with `share_prompts` their prompt is computed, and counted, once for each
+    micro-batch that has some of them. The last `extra_rows` of a group are baselines.
     """
     ordered = sorted(batch.rows, key=lambda row: (row.group, row.uid.index, row.uid.attempt))
     rows = tuple(row for row in ordered if not is_baseline(row, extra_rows))
@@ -91,13 +92,17 @@ def schedule(
     size = mini_batch_groups or max(1, len(groups))
     minis = []
     for start in range(0, len(groups), size):
-        part = groups[start : start + size]
-        if whole_groups:
-            units = part
-        else:
-            most = max_tokens // GROUP_PARTS if ranks == 1 else 0
-            units = [unit for group in part for unit in _parts_of_group(rows, group, most)]
-        minis.append(_mini_batch(rows, units, ranks, max_tokens))
+        units = groups[start : start + size]
+        if not whole_groups:
+            laid = sum(pack_size(rows, group, share_prompts).laid for group in units)
+            most = min(max_tokens, laid // ranks) // GROUP_PARTS
+            units = [
+                part
+                for group in units
+                for part in _parts_of_group(rows, group, most, share_prompts)
+            ]
+        sizes = [pack_size(rows, unit, share_prompts) for unit in units]
+        minis.append(_mini_batch(units, sizes, ranks, max_tokens))
     return Schedule(
         batch=batch,
         rows=rows,
@@ -107,7 +112,9 @@ def schedule(
     )
 
 
-def redrawn(schedule: Schedule, sample: Sequence[int], *, max_tokens: int) -> tuple[MiniBatch, ...]:
+def redrawn(
+    schedule: Schedule, sample: Sequence[int], *, max_tokens: int, share_prompts: bool = True
+) -> tuple[MiniBatch, ...]:
     """The mini-batches of `schedule`, each row as often as `sample` (sorted, with repetitions) has it.
 
     A row stays on the rank that fetched it. A mini-batch of which nothing was drawn is left out.
@@ -118,8 +125,8 @@ def redrawn(schedule: Schedule, sample: Sequence[int], *, max_tokens: int) -> tu
         shares = []
         for rank in mini.ranks:
             rows = [row for micro in rank for row in micro for _ in range(counts[row])]
-            lengths = [schedule.rows[row].num_tokens for row in rows]
-            shares.append([tuple(rows[i] for i in micro) for micro in cut(lengths, max_tokens)])
+            sizes = [pack_size(schedule.rows, [row], share_prompts) for row in rows]
+            shares.append([tuple(rows[i] for i in micro) for micro in cut(sizes, max_tokens)])
         most = max(len(share) for share in shares)
         if most:
             ranks = tuple(tuple(share) + ((),) * (most - len(share)) for share in shares)
@@ -133,25 +140,30 @@ def is_baseline(row: BatchRow, extra_rows: int) -> bool:
     return row.uid.index >= row.group_size - extra_rows
 
 
-def _parts_of_group(rows: Sequence[BatchRow], group: Sequence[int], most: int) -> list[list[int]]:
-    """A group in parts of at most `most` tokens; a row that has more is a part of its own."""
+def pack_size(rows: Sequence[BatchRow], members: Sequence[int], share_prompts: bool) -> PackSize:
+    """The size of these rows of one group in a micro-batch."""
+    tokens = sum(rows[row].num_tokens for row in members)
+    prompts = [rows[row].prompt_tokens for row in members] if share_prompts else [0]
+    return PackSize(tokens, tokens - sum(prompts), rows[members[0]].group, max(prompts))
+
+
+def _parts_of_group(
+    rows: Sequence[BatchRow], group: Sequence[int], most: int, share_prompts: bool
+) -> list[list[int]]:
+    """A group in parts that lay at most `most` tokens; a row that has more is a part of its own."""
     parts: list[list[int]] = []
-    tokens = most + 1
     for row in group:
-        tokens += rows[row].num_tokens
-        if tokens > most:
+        if not parts or pack_size(rows, [*parts[-1], row], share_prompts).laid > most:
             parts.append([])
-            tokens = rows[row].num_tokens
         parts[-1].append(row)
     return parts
 
 
 def _mini_batch(
-    rows: Sequence[BatchRow], units: Sequence[Sequence[int]], ranks: int, max_tokens: int
+    units: Sequence[Sequence[int]], sizes: Sequence[PackSize], ranks: int, max_tokens: int
 ) -> MiniBatch:
     """Deal units of rows that must stay together."""
-    lengths = [sum(rows[i].num_tokens for i in unit) for unit in units]
-    packing = plan(lengths, ranks=ranks, max_tokens=max_tokens)
+    packing = plan(sizes, ranks=ranks, max_tokens=max_tokens)
     micros = tuple(
         tuple(tuple(row for index in micro for row in units[index]) for micro in rank)
         for rank in packing.ranks

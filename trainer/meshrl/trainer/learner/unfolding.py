@@ -19,7 +19,7 @@ import torch
 from meshrl.contract.types import Int32, Trajectory
 from meshrl.trainer.learner.experience import Experience, MiniBatch, Schedule, row_objects
 from meshrl.trainer.learner.policy_gradient import Targets
-from meshrl.trainer.model.packing import cut
+from meshrl.trainer.model.packing import alone, cut
 from meshrl.trainer.ranks.world import World
 
 
@@ -107,7 +107,7 @@ def unfolded(
         for rank in mini.ranks:
             of_rows = [numbers[row] for micro in rank for row in micro]
             units = of_rows if together else [[place] for unit in of_rows for place in unit]
-            sizes = [sum(lengths[place] for place in unit) for unit in units]
+            sizes = alone([sum(lengths[place] for place in unit) for unit in units])
             shares.append(
                 [
                     tuple(place for unit in micro for place in units[unit])
@@ -121,7 +121,7 @@ def unfolded(
     made = dataclasses.replace(
         schedule,
         rows=tuple(
-            dataclasses.replace(schedule.rows[row], num_tokens=lengths[place])
+            dataclasses.replace(schedule.rows[row], num_tokens=lengths[place], prompt_tokens=0)
             for place, (row, _) in enumerate(places)
         ),
         mini_batches=tuple(minis),

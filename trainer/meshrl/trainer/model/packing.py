@@ -2,7 +2,7 @@
 
     batch ──groups──▶ mini-batches ──rows, balanced by tokens──▶ ranks ──token budget──▶ micro-batches
 
-The plan is a pure function of the row lengths in the manifest, so ranks agree on it without a word, and every
+The plan is a pure function of the lengths in the manifest, so ranks agree on it without a word, and every
 rank runs the same number of micro-batches: empty ones fill up, because FSDP's collectives must match.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from meshrl.common.device_share import ROWS_PER_LAID
 from meshrl.contract.types import Int32
 from meshrl.trainer.model.parallel import SequenceGroup, SequenceShare
 from meshrl.trainer.model.vision import PackedImages, RowImages, packed_images
@@ -36,7 +37,7 @@ class PackingPlan:
     """Which rank forwards which rows, in which micro-batch."""
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
-    """rank -> micro-batch -> row indices (into the lengths given); every rank has equally many micro-batches."""
+    """rank -> micro-batch -> row indices (into the sizes given); every rank has equally many micro-batches."""
 
     def rows_of(self, rank: int) -> tuple[int, ...]:
         """The rows of a rank, in the order in which it forwards them."""
@@ -48,64 +49,122 @@ class PackingPlan:
         return len(self.ranks[0])
 
 
-def plan(lengths: Sequence[int], *, ranks: int, max_tokens: int) -> PackingPlan:
-    """Deal rows of `lengths` tokens to `ranks` and cut each share into packs of at most `max_tokens`.
+@dataclass(frozen=True, slots=True)
+class PackSize:
+    """The size of rows of one group that stay together in a pack."""
 
-    Longest first to the least loaded rank (LPT: at most 4/3 of the best makespan). A row longer than `max_tokens`
-    gets a pack of its own: it has to be trained somewhere.
+    tokens: int
+    """Tokens of all rows, as attention reads them."""
+    own: int
+    """Those that are laid for these rows alone."""
+    group: str = ""
+    shared: int = 0
+    """Those that are laid once for all rows of `group` in the pack."""
+
+    @property
+    def laid(self) -> int:
+        """Tokens of a pack that has these rows alone."""
+        return self.own + self.shared
+
+
+def alone(lengths: Sequence[int]) -> list[PackSize]:
+    """The sizes of rows that share nothing."""
+    return [PackSize(length, length) for length in lengths]
+
+
+def pair_sizes(pairs: Iterable[tuple[Int32, Int32]]) -> list[PackSize]:
+    """The sizes of pairs, whose rows have their common beginning laid once."""
+    sizes = []
+    for number, (one, other) in enumerate(pairs):
+        shared, tokens = _common(one, other), len(one) + len(other)
+        sizes.append(PackSize(tokens, tokens - 2 * shared, str(number), shared))
+    return sizes
+
+
+def plan(sizes: Sequence[PackSize], *, ranks: int, max_tokens: int) -> PackingPlan:
+    """Deal rows to `ranks` and cut each share into packs in which at most `max_tokens` are laid.
+
+    Longest first to the least loaded rank (LPT: at most 4/3 of the best makespan). Rows that are longer than
+    `max_tokens` get a pack of their own: they have to be trained somewhere.
     """
-    shares = _deal(lengths, range(len(lengths)), ranks)
-    packs = [_cut(lengths, share, max_tokens) for share in shares]
+    shares = _deal(sizes, ranks)
+    packs = [_cut(sizes, share, max_tokens) for share in shares]
     most = max(1, max(len(p) for p in packs))
     return PackingPlan(ranks=tuple(tuple(p) + ((),) * (most - len(p)) for p in packs))
 
 
-def cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
-    """Rows of `lengths` tokens in near the fewest packs of at most `max_tokens`; none for no rows."""
-    return _cut(lengths, range(len(lengths)), max_tokens)
+def cut(sizes: Sequence[PackSize], max_tokens: int) -> list[tuple[int, ...]]:
+    """Rows in near the fewest packs in which at most `max_tokens` are laid; none for no rows."""
+    return _cut(sizes, range(len(sizes)), max_tokens)
 
 
 def cut_alike(rows: Sequence[Int32], max_tokens: int) -> list[tuple[int, ...]]:
-    """Packs of at most `max_tokens` tokens in which rows that begin alike stand together, as far as they fit.
+    """Packs of at most `max_tokens` laid tokens in which rows that begin alike stand together, as far as they fit.
 
     A row that is longer has a pack of its own; with `max_tokens` 0 each has.
     """
     packs: list[list[int]] = []
-    tokens = max_tokens + 1
+    before, laid, tokens = np.empty(0, np.int32), 0, 0
     for row in sorted(range(len(rows)), key=lambda row: rows[row].tobytes()):
+        laid += len(rows[row]) - _common(before, rows[row])
         tokens += len(rows[row])
-        if tokens > max_tokens:
+        if not packs or laid > max_tokens or tokens > ROWS_PER_LAID * max_tokens:
             packs.append([])
-            tokens = len(rows[row])
+            laid = tokens = len(rows[row])
         packs[-1].append(row)
+        before = rows[row]
     return [tuple(sorted(pack)) for pack in packs]
 
 
-def _deal(lengths: Sequence[int], rows: Sequence[int], parts: int) -> list[list[int]]:
-    """Rows to parts of near-equal token sums; inside a part, rows keep their order."""
+def _deal(sizes: Sequence[PackSize], parts: int) -> list[list[int]]:
+    """Rows to parts of near-equal sums of laid tokens; inside a part, rows keep their order."""
     heap = [(0, part) for part in range(parts)]
     shares: list[list[int]] = [[] for _ in range(parts)]
-    for row in sorted(rows, key=lambda r: (-lengths[r], r)):
+    for row in sorted(range(len(sizes)), key=lambda r: (-sizes[r].laid, r)):
         load, part = heapq.heappop(heap)
         shares[part].append(row)
-        heapq.heappush(heap, (load + lengths[row], part))
+        heapq.heappush(heap, (load + sizes[row].laid, part))
     return [sorted(share) for share in shares]
 
 
-def _cut(lengths: Sequence[int], share: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
-    """First fit, longest first: near the fewest packs that hold the share, each within the budget."""
-    packs: list[list[int]] = []
-    loads: list[int] = []
-    for row in sorted(share, key=lambda r: (-lengths[r], r)):
-        for index, load in enumerate(loads):
-            if load + lengths[row] <= max_tokens:
-                packs[index].append(row)
-                loads[index] += lengths[row]
+class _OpenPack:
+    """A pack that is being filled."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self._laid = self._tokens = 0
+        self._shared: dict[str, int] = {}
+
+    def has_group(self, size: PackSize) -> bool:
+        """Whether rows of this group share what they begin with."""
+        return bool(size.shared) and size.group in self._shared
+
+    def add(self, row: int, size: PackSize, max_tokens: int) -> bool:
+        """Take the row if there is room for it; an empty pack has room for any."""
+        laid = size.own + max(0, size.shared - self._shared.get(size.group, 0))
+        fits = self._laid + laid <= max_tokens
+        if self.rows and not (fits and self._tokens + size.tokens <= ROWS_PER_LAID * max_tokens):
+            return False
+        self.rows.append(row)
+        self._laid += laid
+        self._tokens += size.tokens
+        if size.shared:
+            self._shared[size.group] = max(size.shared, self._shared.get(size.group, 0))
+        return True
+
+
+def _cut(sizes: Sequence[PackSize], share: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
+    """First fit, longest first, before all where the group's prompt is laid already: near the fewest packs."""
+    packs: list[_OpenPack] = []
+    for row in sorted(share, key=lambda r: (-sizes[r].laid, r)):
+        size = sizes[row]
+        for pack in sorted(packs, key=lambda pack: not pack.has_group(size)):
+            if pack.add(row, size, max_tokens):
                 break
         else:
-            packs.append([row])
-            loads.append(lengths[row])
-    return [tuple(sorted(pack)) for pack in packs]
+            packs.append(_OpenPack())
+            packs[-1].add(row, size, max_tokens)
+    return [tuple(sorted(pack.rows)) for pack in packs]
 
 
 def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -25,7 +25,7 @@ from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ActorConfig, ModelConfig
 from meshrl.trainer.learner.metrics import MetricSums
 from meshrl.trainer.learner.optimizer import Optimizers
-from meshrl.trainer.model.packing import plan
+from meshrl.trainer.model.packing import PackSize, pair_sizes, plan
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.offline.config import DpoConfig
 from meshrl.trainer.offline.examples import Example, packed, tokenised
@@ -49,10 +49,10 @@ class Comparison:
         """Chosen, rejected."""
         return self.chosen, self.rejected
 
-    @property
-    def num_tokens(self) -> int:
-        """Of both rows."""
-        return len(self.chosen.tokens) + len(self.rejected.tokens)
+
+def sizes_of(pairs: Sequence[Comparison]) -> list[PackSize]:
+    """The size of each pair in a pack."""
+    return pair_sizes((pair.chosen.tokens, pair.rejected.tokens) for pair in pairs)
 
 
 def run(config: DpoConfig, report: Report | None = None) -> OfflineProgress:
@@ -128,7 +128,7 @@ class PreferenceLesson(PairLearner, Lesson):
         super().__init__(
             optimizers,
             world,
-            lengths=[pair.num_tokens for pair in pairs],
+            sizes=sizes_of(pairs),
             train=train,
             max_tokens=config.max_tokens_per_pack,
         )
@@ -207,9 +207,7 @@ def reference_logprobs(
     model = build_policy(
         open_hf(frozen.path, trust_remote_code=config.model.trust_remote_code), world, frozen
     ).eval()
-    packing = plan(
-        [pair.num_tokens for pair in pairs], ranks=world.size, max_tokens=config.max_tokens_per_pack
-    )
+    packing = plan(sizes_of(pairs), ranks=world.size, max_tokens=config.max_tokens_per_pack)
     flat = []
     for chosen in packing.ranks[world.rank]:
         rows = [row for index in chosen for row in pairs[index].rows]

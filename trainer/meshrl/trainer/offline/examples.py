@@ -39,7 +39,7 @@ from meshrl.trainer.data.messages import (
     refuse_unusable,
 )
 from meshrl.trainer.data.prompts import check_open, templated, text_ids
-from meshrl.trainer.model.packing import Pack, pack, plan, share_out
+from meshrl.trainer.model.packing import Pack, alone, pack, plan, share_out
 from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.offline.config import SftConfig
 from meshrl.trainer.offline.turn_ends import MARK as MARKED
@@ -92,8 +92,8 @@ def packs(
 
     With sequence parallelism a pack is this rank's share of its tokens.
     """
-    lengths = [len(example.tokens) for example in examples]
-    packing = plan(lengths, ranks=world.data_size, max_tokens=max_tokens)
+    sizes = alone([len(example.tokens) for example in examples])
+    packing = plan(sizes, ranks=world.data_size, max_tokens=max_tokens)
     for rows in packing.ranks[world.data_rank]:
         chosen = [examples[row] for row in rows]
         alike = world.sequence is None

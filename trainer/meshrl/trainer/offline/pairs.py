@@ -29,7 +29,7 @@ from meshrl.trainer.data.messages import (
 )
 from meshrl.trainer.learner.metrics import MetricSums
 from meshrl.trainer.learner.optimizer import Optimizers
-from meshrl.trainer.model.packing import plan
+from meshrl.trainer.model.packing import PackSize, plan
 from meshrl.trainer.offline.config import PreferenceConfig
 from meshrl.trainer.ranks.world import World
 
@@ -145,7 +145,7 @@ class PairLearner(ABC):
         optimizers: Optimizers,
         world: World,
         *,
-        lengths: Sequence[int],
+        sizes: Sequence[PackSize],
         train: int,
         max_tokens: int,
     ) -> None:
@@ -154,14 +154,14 @@ class PairLearner(ABC):
         Args:
             optimizers: Of what learns.
             world: The ranks.
-            lengths: Tokens of each pair.
+            sizes: Of each pair.
             train: So many of the pairs are to train on; the others are held out.
             max_tokens: Of a pack.
         """
         self._optimizers = optimizers
         self._world = world
-        self._lengths = lengths
-        self._held_out = range(train, len(lengths))
+        self._sizes = sizes
+        self._held_out = range(train, len(sizes))
         self._max_tokens = max_tokens
 
     def step(self, rows: Sequence[int], rate: float) -> dict[str, float]:
@@ -171,7 +171,7 @@ class PairLearner(ABC):
             loss = self._forward(chosen, len(rows), tally)
             loss.backward()  # type: ignore[no-untyped-call]
         norm = self._optimizers.step(rate)
-        tokens = float(sum(self._lengths[row] for row in rows))
+        tokens = float(sum(self._sizes[row].tokens for row in rows))
         return {**tally.over_ranks(self._world), "grad_norm": norm, "tokens": tokens}
 
     @torch.no_grad()
@@ -186,8 +186,8 @@ class PairLearner(ABC):
 
     def _shares(self, rows: Sequence[int]) -> Iterator[list[int]]:
         """The packs of this rank, pairs whole; empty ones keep ranks in step."""
-        lengths = [self._lengths[row] for row in rows]
-        packing = plan(lengths, ranks=self._world.size, max_tokens=self._max_tokens)
+        sizes = [self._sizes[row] for row in rows]
+        packing = plan(sizes, ranks=self._world.size, max_tokens=self._max_tokens)
         for chosen in packing.ranks[self._world.rank]:
             yield [rows[index] for index in chosen]
 

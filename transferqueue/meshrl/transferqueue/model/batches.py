@@ -503,8 +503,9 @@ def _manifest(group: Group) -> tuple[RowBlock, Json]:
     """What a batch says of the group, and the same as it is stored."""
     indices = bits(group.present)
     attempts = tuple([group.attempts[index] for index in indices])
-    outcomes, num_tokens, oldest, newest, _ = zip(*group.facts_of(group.present), strict=True)
-    columns = zip(outcomes, num_tokens, oldest, newest, repeat(""))
+    facts = group.facts_of(group.present)
+    outcomes, num_tokens, oldest, newest, _, prompt_tokens = zip(*facts, strict=True)
+    columns = zip(outcomes, num_tokens, oldest, newest, repeat(""), prompt_tokens)
     block = RowBlock(
         task=group.task_id,
         indices=indices,
@@ -514,7 +515,8 @@ def _manifest(group: Group) -> tuple[RowBlock, Json]:
     )
     # Plain tuples: orjson takes no others.
     versions = list(map(tuple, oldest)), list(map(tuple, newest))
-    return block, (group.task_id, indices, attempts, group.size, num_tokens, *versions, outcomes)
+    sizes = group.size, num_tokens, *versions, prompt_tokens
+    return block, (group.task_id, indices, attempts, *sizes, outcomes)
 
 
 _facts = tuple.__new__
@@ -530,10 +532,11 @@ def read_manifest(run: str, batch: TakenBatch, value: bytes) -> Batch:
             attempts=tuple(attempts),
             group_size=size,
             facts=tuple(
-                RowFacts(Outcome(outcome), tokens, Version(*oldest), Version(*newest), "")
-                for outcome, tokens, oldest, newest in zip(outcomes, *columns, strict=True)
+                RowFacts(Outcome(outcome), tokens, Version(*oldest), Version(*newest), "", *prompt)
+                for outcome, tokens, oldest, newest, *prompt in zip(outcomes, *columns, strict=True)
             ),
         )
+        # A store of before has no column of prompts.
         for task, indices, attempts, size, *columns, outcomes in decode_record(
             value, f"manifest of batch {batch.batch_id}"
         )

@@ -124,7 +124,7 @@ def _lengths_by_facts(write: RowBlock, stage: Stage) -> tuple[int, ...]:
     for position, facts in enumerate(write.facts):
         if not facts.outcome.trainable:
             raise _Refused(f"outcome {facts.outcome} can never be trained on: use fail", position)
-        if facts.newest < facts.oldest or facts.num_tokens < 0:
+        if facts.newest < facts.oldest or not 0 <= facts.prompt_tokens <= facts.num_tokens:
             raise _Refused(f"facts make no sense: {facts}", position)
     return tuple([facts.num_tokens for facts in write.facts])
 

@@ -439,8 +439,8 @@ class Group:
                 if facts is None:
                     stored.append(None)
                     continue
-                outcome, num_tokens, oldest, newest, reason = facts
-                stored.append((OUTCOMES.index(outcome), num_tokens, *oldest, *newest, reason))
+                outcome, num_tokens, oldest, newest, *rest = facts
+                stored.append((OUTCOMES.index(outcome), num_tokens, *oldest, *newest, *rest))
             self.facts_json = Fragment(to_json(stored))
         died = [self.deaths, self.failed_in] if self.deaths or self.failed_in else []
         return encode_record(
@@ -514,13 +514,16 @@ class Group:
 
 
 def _restored_facts(stored: Json) -> RowFacts:
-    outcome, num_tokens, oldest_epoch, oldest_step, newest_epoch, newest_step, reason = stored
+    outcome, num_tokens, oldest_epoch, oldest_step, newest_epoch, newest_step, reason, *more = (
+        stored
+    )
     return RowFacts(
         outcome=OUTCOMES[outcome],
         num_tokens=num_tokens,
         oldest=Version(oldest_epoch, oldest_step),
         newest=Version(newest_epoch, newest_step),
         finish_reason=reason,
+        prompt_tokens=more[0] if more else 0,  # a store of before has none
     )
 
 

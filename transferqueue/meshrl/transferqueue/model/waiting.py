@@ -115,7 +115,7 @@ class CompleteGroups:
             self._taken_before.put(group.number, (group.position,))
             return
         facts = group.facts_of(group.finished)
-        _, num_tokens, oldest, newest, _ = zip(*facts, strict=True)
+        _, num_tokens, oldest, newest, *_ = zip(*facts, strict=True)
         self._sampler.add(
             CompleteGroup(
                 number=group.number,
