@@ -28,7 +28,7 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.planning.loop import START_S, DeadlockError, quiet
-from meshrl.transferqueue.audit import audit
+from meshrl.transferqueue.admin import audit
 from tests.simulation.checks import Liveness, check_history, check_idle, check_resident
 from tests.simulation.faults import Fault, Kind, draw_faults
 from tests.simulation.loop import Process, SimulatedLoop, spawn

@@ -12,8 +12,7 @@ from meshrl.contract.types import Audit, StoredRun
 from meshrl.launcher.address_book import run_lock
 from meshrl.rpc.clients.operators import QueueAdminClient
 from meshrl.rpc.queue_connection import build_store
-from meshrl.transferqueue.admin import QueueAdmin
-from meshrl.transferqueue.audit import audit
+from meshrl.transferqueue.admin import QueueAdmin, audit
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Store
 

@@ -9,7 +9,7 @@ import pytest
 
 from meshrl.contract.types import Outcome
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
-from meshrl.transferqueue.audit import audit
+from meshrl.transferqueue.admin import audit
 from meshrl.transferqueue.model.specs import Quota
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Table

@@ -28,7 +28,7 @@ from meshrl.transferqueue.admin import for_fast_readers
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Table
-from meshrl.transferqueue.stores._lmdb_snapshot import Snapshot
+from meshrl.transferqueue.stores._lmdb import Snapshot
 from meshrl.transferqueue.stores.disk import STAMP, DiskStore
 
 from ...waiting import until

@@ -14,7 +14,7 @@ import xxhash
 
 from meshrl.contract.errors import ConfigError, CorruptError
 from meshrl.transferqueue.config import QueueConfig
-from meshrl.transferqueue.stores import _lmdb_unsynced
+from meshrl.transferqueue.stores import _lmdb
 from meshrl.transferqueue.stores.disk import DiskStore
 
 from .durable_writer import check, commit
@@ -69,7 +69,7 @@ def disk() -> Iterator[Disk]:
 
 def another_boot(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine has started again: its boot has another id."""
-    monkeypatch.setattr(_lmdb_unsynced, "boot_id", lambda: b"another boot".ljust(36))
+    monkeypatch.setattr(_lmdb, "boot_id", lambda: b"another boot".ljust(36))
 
 
 async def commit_at(folder: Path, durability: str) -> int:
@@ -147,9 +147,7 @@ async def test_a_store_that_0_1_wrote_under_everysec_opens(
         pages = data.read(2 * mmap.PAGESIZE)
     await store.apply(commit(6))
     await store.close()
-    (tmp_path / "unsynced").write_bytes(
-        _lmdb_unsynced.boot_id() + xxhash.xxh3_64_digest(pages) + pages
-    )
+    (tmp_path / "unsynced").write_bytes(_lmdb.boot_id() + xxhash.xxh3_64_digest(pages) + pages)
     if rebooted:
         another_boot(monkeypatch)
     assert await commit_at(tmp_path, "always") == (5 if rebooted else 6)

@@ -59,7 +59,7 @@ from meshrl.transferqueue.model.groups import packed
 from meshrl.transferqueue.model.leases import CheckedBlock, leasable, signals, waiting
 from meshrl.transferqueue.model.records import TakenBatch
 from meshrl.transferqueue.model.rows import Stage
-from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.model.run import Run, restore
 from meshrl.transferqueue.model.specs import (
     Quota,
     check_opener,
@@ -69,7 +69,6 @@ from meshrl.transferqueue.model.specs import (
 )
 from meshrl.transferqueue.model.waiting import Expiry
 from meshrl.transferqueue.payload import PayloadReader
-from meshrl.transferqueue.recovery import restore
 from meshrl.transferqueue.signals import Signal, Waits, any_signal
 from meshrl.transferqueue.store import (
     CACHE_BYTES,

@@ -2,7 +2,7 @@
 
     event loop ──apply───▶ commit thread ──one write transaction──▶ data.mdb
                ──read────▶ read thread   ──one read transaction───▶ (memory map)
-               ──export──▶ a thread more ──a copy, then its pieces─▶ (_lmdb_snapshot.py)
+               ──export──▶ a thread more ──a copy, then its pieces─▶ (_lmdb.py)
 
 LMDB needs no recovery step: after a kill -9 or a power cut the file holds the last acknowledged commit, or the one
 after it. Freed pages are reused; the file never shrinks. Measured against an append log, SQLite and RocksDB: full
@@ -40,9 +40,8 @@ from meshrl.contract.errors import (
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.several_processes import processes_noted, refusal
 from meshrl.transferqueue.store import FORMAT, Operation, Table
-from meshrl.transferqueue.stores import _lmdb_unsynced
-from meshrl.transferqueue.stores._lmdb_snapshot import FOLDER as EXPORT_FOLDER
-from meshrl.transferqueue.stores._lmdb_snapshot import Snapshot
+from meshrl.transferqueue.stores._lmdb import FOLDER as EXPORT_FOLDER
+from meshrl.transferqueue.stores._lmdb import Snapshot, mark_synced, mark_unsynced, recover_unsynced
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +236,7 @@ class DiskStore:
                 f"{self._data} is empty or gone, and a queue was stored there: put it back, or remove"
                 f" {self._path} to start afresh"
             )
-        _lmdb_unsynced.recover(self._path)
+        recover_unsynced(self._path)
         fsync = self._durability == "always"
         self._environment = lmdb.open(
             str(self._path),
@@ -254,9 +253,9 @@ class DiskStore:
         self._check_stamp(known)
         (self._path / MARK).touch()
         if fsync:
-            _lmdb_unsynced.clear(self._path, self._environment)
+            mark_synced(self._path, self._environment)
         else:
-            _lmdb_unsynced.mark(self._path)
+            mark_unsynced(self._path)
 
     def _check_length(self) -> None:
         """Refuse a file that ends before its last page: LMDB would map it, and reading behind the end is a SIGBUS.
@@ -380,7 +379,7 @@ class DiskStore:
             return
         try:
             if clean:
-                _lmdb_unsynced.clear(self._path, self._environment)
+                mark_synced(self._path, self._environment)
         except (lmdb.Error, OSError) as error:
             log.error("queue store %s: the last sync failed: %s", self._path, error)
         self._environment.close()

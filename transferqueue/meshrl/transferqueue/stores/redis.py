@@ -35,8 +35,13 @@ from meshrl.contract.errors import CapacityError, CorruptError, InfraError, User
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.several_processes import processes_noted, refusal
 from meshrl.transferqueue.store import FORMAT, Operation, OwnerLostError, Table
-from meshrl.transferqueue.stores._redis_connection import RedisConnection
-from meshrl.transferqueue.stores._redis_scripts import CLAIM, COMMIT, RELEASE, STAGE
+from meshrl.transferqueue.stores._redis_connection import (
+    CLAIM,
+    COMMIT,
+    RELEASE,
+    STAGE,
+    RedisConnection,
+)
 
 log = logging.getLogger(__name__)
 

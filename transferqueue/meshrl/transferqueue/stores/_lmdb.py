@@ -1,13 +1,21 @@
-"""One moment of the disk store, read for an export while the store goes on.
+"""Parts of the disk store: one moment of it for an export, and the mark of commits that no fsync followed.
 
     data.mdb ──copy──▶ export-…/data.mdb (no name any more) ──pieces──▶ reader
 
 Once the copy is made, a slow reader holds no pages of the store, only the space of the copy.
+
+Under durability `none` LMDB does not fsync, and a power cut may leave a torn file. The file `unsynced` stands beside
+the data from the opening of such a store to its orderly end, and holds this boot's id. The process that opens the
+store next finds either the same boot (only a process died: the page cache is complete, nothing is lost), or another
+(the machine went down): then the store is refused. meshrl 0.1 had a durability `everysec`, whose mark also holds
+LMDB's meta pages of the last sync. After a power cut such a store goes back to that sync.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,13 +23,21 @@ from tempfile import TemporaryDirectory
 from typing import Final, TypeVar
 
 import lmdb
+import xxhash
 
+from meshrl.common.files import sync
+from meshrl.contract.errors import CorruptError
 from meshrl.transferqueue.store import Operation, Table
+
+log = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 8 << 20
 """The size of one piece."""
 FOLDER: Final = "export-"
 """How the names of the copies' folders begin: one that a killed process left is removed when the store opens."""
+MARK: Final = "unsynced"
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_ID_BYTES: Final = 36
 
 T = TypeVar("T")
 
@@ -83,3 +99,56 @@ class Snapshot:
         if self._copy is not None:
             self._copy.close()
             self._copy = None
+
+
+def boot_id() -> bytes:
+    """Identifies this start of the machine."""
+    return _BOOT_ID.read_bytes().strip().ljust(_ID_BYTES)[:_ID_BYTES]
+
+
+def recover_unsynced(path: Path) -> None:
+    """Call before the environment at `path` is opened: checks whether a power cut may have torn it.
+
+    Raises:
+        CorruptError: it was written with durability `none`, and the machine went down.
+    """
+    file = path / MARK
+    if not file.exists():
+        return
+    content = file.read_bytes()
+    boot, digest, pages = (
+        content[:_ID_BYTES],
+        content[_ID_BYTES : _ID_BYTES + 8],
+        content[_ID_BYTES + 8 :],
+    )
+    if boot == boot_id():
+        return
+    if not pages or xxhash.xxh3_64_digest(pages) != digest:
+        raise CorruptError(
+            f"the queue at {path} was written with durability none when the machine went down and may be"
+            " torn: restore a backup (meshrl queue restore), or choose another path"
+        )
+    with (path / "data.mdb").open("r+b") as data:
+        data.write(pages)
+        data.flush()
+        os.fsync(data.fileno())
+    log.warning("the queue at %s goes back to its last sync: the machine went down since", path)
+
+
+def mark_unsynced(path: Path) -> None:
+    """From now on commits at `path` may be in the page cache only."""
+    fresh = path / f"{MARK}.tmp"
+    with fresh.open("wb") as file:
+        file.write(boot_id() + xxhash.xxh3_64_digest(b""))
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path / MARK)
+    sync(path)
+
+
+def mark_synced(path: Path, environment: lmdb.Environment) -> None:
+    """Sync what may be in the page cache only, and remove the mark. Raises lmdb.Error, OSError."""
+    if (path / MARK).exists():
+        environment.sync(True)
+        (path / MARK).unlink()
+        sync(path)
