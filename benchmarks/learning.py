@@ -48,8 +48,7 @@ from meshrl.trainer.data.prompts import task_maker
 from meshrl.trainer.loop.context import RunContext, TrainerSettings
 from meshrl.trainer.loop.loop import Trainer
 from meshrl.trainer.metrics.log import MetricsLog
-from meshrl.trainer.ranks.compute import Compute
-from meshrl.trainer.ranks.world import World
+from meshrl.trainer.ranks.world import Compute, World
 from meshrl.trainer.reference.model import ReferenceModel
 from meshrl.trainer.reference.stage import ReferenceStage
 from meshrl.transferqueue.queue import TransferQueue

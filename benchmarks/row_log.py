@@ -53,8 +53,7 @@ from meshrl.contract.types import (
     reward_stage,
 )
 from meshrl.trainer.learner.learner import Learner
-from meshrl.trainer.ranks.compute import Compute
-from meshrl.trainer.ranks.world import World
+from meshrl.trainer.ranks.world import Compute, World
 from meshrl.trainer.trajectories.files import logged_files
 from meshrl.trainer.trajectories.log import TrajectoryLog
 from meshrl.trainer.trajectories.table import LoggedStep

@@ -52,8 +52,7 @@ from meshrl.trainer.loop.loop import Trainer
 from meshrl.trainer.metrics.log import MetricsLog
 from meshrl.trainer.model.policy import build_policy, open_hf, random_hf
 from meshrl.trainer.model.vision import VisionReader
-from meshrl.trainer.ranks.compute import Compute
-from meshrl.trainer.ranks.world import World
+from meshrl.trainer.ranks.world import Compute, World
 from meshrl.trainer.reference.model import ReferenceModel
 from meshrl.trainer.reference.stage import ReferenceStage
 from meshrl.trainer.trajectories.files import FOLDER

@@ -41,7 +41,7 @@ from meshrl.trainer.data.prompts import Prompt, PromptSet
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.loop.context import RunContext, TrainerSettings
 from meshrl.trainer.loop.loop import Trainer
-from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.ranks.world import Compute
 from meshrl.trainer.reference.stage import ReferenceStage
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.weights.carriers import shm

@@ -11,15 +11,16 @@ taken and not settled, come again in the same order. Earlier ones do not come ag
 
 from __future__ import annotations
 
+import heapq
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
 from typing import Self
 
-from meshrl.client.ranks import Share
 from meshrl.contract.errors import EndOfDataError, UserError
 from meshrl.contract.frames import Flat
 from meshrl.contract.ports import Queue
@@ -259,3 +260,38 @@ async def settle(port: Queue, run: str, epoch: int, step: int, *, publish: bool)
     await port.settle(run, epoch=epoch, step=step, batch_id=f"{epoch}-{step}")
     if publish:
         await port.publish(run, Version(epoch, step + 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One rank's part of every batch."""
+
+    rank: int = 0
+    world_size: int = 1
+    whole_groups: bool = True
+    """Keep the rows of a group on one rank, for advantages that compare them. False balances better."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise UserError(f"rank {self.rank} is not below world_size {self.world_size}")
+
+    def rows_of(self, batch: Batch) -> tuple[BatchRow, ...]:
+        """This rank's rows in the batch's order. Empty if there are fewer groups than ranks.
+
+        Assigns the longest first to the least loaded rank (LPT, Graham 1969: at most 4/3 of the best makespan in
+        tokens).
+        """
+        if self.world_size == 1:
+            return batch.rows
+        units: dict[object, list[int]] = defaultdict(list)
+        for index, row in enumerate(batch.rows):
+            units[row.group if self.whole_groups else index].append(index)
+        tokens = {key: sum(batch.rows[i].num_tokens for i in unit) for key, unit in units.items()}
+        heap = [(0, rank) for rank in range(self.world_size)]
+        indices: list[int] = []
+        for key in sorted(units, key=lambda key: (-tokens[key], units[key][0])):
+            load, rank = heapq.heappop(heap)
+            heapq.heappush(heap, (load + tokens[key], rank))
+            if rank == self.rank:
+                indices += units[key]
+        return tuple(batch.rows[index] for index in sorted(indices))

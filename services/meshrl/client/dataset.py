@@ -34,10 +34,9 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from meshrl.client import batches
-from meshrl.client.connection import RETRY_S
+from meshrl.client.batches import Share
 from meshrl.client.event_loop_thread import EventLoopThread
-from meshrl.client.queue import DAY_S, Queue
-from meshrl.client.ranks import Share
+from meshrl.client.queue import DAY_S, RETRY_S, Queue
 from meshrl.client.tensors import TensorBatch, to_tensors
 from meshrl.contract import ports
 from meshrl.contract.errors import EndOfDataError, UserError

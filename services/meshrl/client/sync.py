@@ -17,10 +17,9 @@ from typing import Self
 from meshrl.client.batches import Batches as AsyncBatches
 from meshrl.client.batches import Checkpoint as AsyncCheckpoint
 from meshrl.client.batches import TrainBatch
-from meshrl.client.connection import RETRY_S
 from meshrl.client.event_loop_thread import EventLoopThread
 from meshrl.client.leases import HeldLease as AsyncHeldLease
-from meshrl.client.queue import DAY_S
+from meshrl.client.queue import DAY_S, RETRY_S
 from meshrl.client.queue import Queue as AsyncQueue
 from meshrl.client.queue import Run as AsyncRun
 from meshrl.contract.codec.compression import Mode

@@ -1,8 +1,8 @@
 """Every check of a recipe, section by section, and what only several sections together can tell.
 
-What one section can tell stands beside it: `checks.py` of trainer, rollout and rewardd, `check_stages`, and `check`
-in the configurations of queue and weights. Each check yields the key to change and one sentence. None imports torch,
-runs a user's file or starts anything.
+What one section can tell stands beside it: `checks.py` of trainer and rewardd, `check_rollout`, `check_stages`, and
+`check` in the configurations of queue and weights. Each check yields the key to change and one sentence. None imports
+torch, runs a user's file or starts anything.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshrl.contract.held_rows import RENEWALS
 from meshrl.rewardd.checks import check_reward
 from meshrl.rewardd.config import JUDGES, OTHER_PACKAGES
 from meshrl.rewardd.pool.rule import REWARDS
-from meshrl.rollout.checks import ENGINES, PROGRAMS, check_rollout
+from meshrl.rollout.config import ENGINES, PROGRAMS, check_rollout
 from meshrl.sandbox.sandbox import Isolation
 from meshrl.trainer.algorithms import needs as algorithm_rules
 from meshrl.trainer.algorithms.options import ADVANTAGES, LOSSES

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshrl.common.device_share import LOGIT_BYTES, ROWS_PER_LAID, logits_at_once
+from meshrl.common.device_lease import LOGIT_BYTES, ROWS_PER_LAID, logits_at_once
+from meshrl.common.device_lease import LOGIT_BYTES, logits_at_once
 from meshrl.config.machine import GIB
 from meshrl.config.recipe import Recipe, algorithm_needs
 

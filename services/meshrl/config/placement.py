@@ -13,7 +13,7 @@ import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshrl.common.device_share import DeviceShare
+from meshrl.common.device_lease import DeviceShare
 from meshrl.config import memory
 from meshrl.config.machine import GIB, NO_GPU, Gpu, HostGpus, ThisMachine
 from meshrl.config.memory import ModelShape, Need

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from meshrl.common.device_share import DeviceShare
+from meshrl.common.device_lease import DeviceShare
 from meshrl.config.loading import recipe_yaml
 from meshrl.config.object_store import is_local
 from meshrl.config.placement import Placement

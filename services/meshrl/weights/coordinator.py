@@ -46,8 +46,7 @@ from meshrl.weights.messages import (
     stamp,
     stamped_version,
 )
-from meshrl.weights.replica import Replica
-from meshrl.weights.transaction import Phase, Transaction
+from meshrl.weights.transaction import Phase, Replica, Transaction
 from meshrl.weights.transport import Transport, check_reached
 from meshrl.weights.waiting import first_ends
 

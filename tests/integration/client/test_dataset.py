@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from meshrl.client import ConflictError, FencedError, UserError
+from meshrl.client.batches import Share
 from meshrl.client.dataset import QueueDataset
-from meshrl.client.ranks import Share
 from meshrl.client.sync import Queue
 from meshrl.contract.types import Batch, BatchRow, Outcome, Uid, Version
 

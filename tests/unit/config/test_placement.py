@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from meshrl.cli.commands.serve import take_share
-from meshrl.common.device_share import DeviceShare, chosen_device
+from meshrl.common.device_lease import DeviceShare, chosen_device
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.machine import GIB, AssumedMachine, Assumptions, ThisMachine, gpus_of, on_the_bus
 from meshrl.config.memory import ModelShape

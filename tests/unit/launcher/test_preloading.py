@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.common.device_share import DeviceShare
+from meshrl.common.device_lease import DeviceShare
 from meshrl.launcher.preloader import LIGHT, TORCH
 from meshrl.launcher.preloading import ForkedProcess, Preloading, preloading
 from meshrl.launcher.processes import ServiceProcess
@@ -196,7 +196,7 @@ async def test_a_service_with_another_environment_is_executed(folder: Path, name
 async def test_a_service_with_gpus_of_its_own_is_forked_and_sees_them(folder: Path) -> None:
     share = DeviceShare(devices=("2", "3"), ports=range(10_000, 10_064)).environment
     (folder / "sees.py").write_text(
-        "import os; from meshrl.common.device_share import DeviceShare\n"
+        "import os; from meshrl.common.device_lease import DeviceShare\n"
         f"print(DeviceShare.of().environment == {dict(share)!r})"
     )
     with preloaded() as preloaders:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.common.device_share import DEVICES
+from meshrl.common.device_lease import DEVICES
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.machine import AssumedMachine, Assumptions
 from meshrl.config.placement import place

@@ -15,7 +15,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Message, Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
-from meshrl.rewardd.judges import _remote, _retrying, generative
+from meshrl.rewardd.judges import _remote, generative
 
 Answer = tuple[int, Any]
 Handler = Callable[[str, Any], Answer]
@@ -161,7 +161,7 @@ async def test_an_open_circuit_sends_nothing_until_one_probe_succeeds(
 ) -> None:
     server.handler = lambda path, body: (500, "down")
     clock = Mock(monotonic=lambda: clock.now, now=100.0)
-    monkeypatch.setattr(_retrying, "time", clock)
+    monkeypatch.setattr(_remote, "time", clock)
     guard = {"retries": 0, "failures": 3, "cooldown_s": 10}
     judge = build_judge(config("http", server.url, guard, concurrency=1))
     try:

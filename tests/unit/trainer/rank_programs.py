@@ -42,9 +42,8 @@ from meshrl.trainer.model.snapshot import take_snapshot
 from meshrl.trainer.offline import sft
 from meshrl.trainer.offline.config import SftConfig
 from meshrl.trainer.ranks import world as ranks_world
-from meshrl.trainer.ranks.compute import Compute
 from meshrl.trainer.ranks.peers import Peers, Seat, came
-from meshrl.trainer.ranks.world import World
+from meshrl.trainer.ranks.world import Compute, World
 from meshrl.trainer.reference.model import ReferenceModel
 from tests.doubles.equality import TRAININGS, differences
 from tests.doubles.equality import train as train_by_table

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshrl.common.device_share import LOGIT_BYTES, logits_at_once
+from meshrl.common.device_lease import LOGIT_BYTES, logits_at_once
 from meshrl.trainer.model import logprob
 from meshrl.trainer.model.logprob import linear_logprob
 

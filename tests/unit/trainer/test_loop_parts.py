@@ -27,8 +27,7 @@ from meshrl.trainer.metrics.log import LearningCheck, MetricsLog
 from meshrl.trainer.metrics.utilisation import ModelWork, peak_memory
 from meshrl.trainer.model.logprob import linear_argmax, linear_sum_pi_squared
 from meshrl.trainer.model.policy import random_hf
-from meshrl.trainer.ranks.compute import Compute
-from meshrl.trainer.ranks.world import World
+from meshrl.trainer.ranks.world import Compute, World
 
 from . import rank_work
 

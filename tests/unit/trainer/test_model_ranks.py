@@ -17,8 +17,7 @@ from meshrl.trainer.learner.micro_batcher import allows_whole_gradients
 from meshrl.trainer.model import parallel
 from meshrl.trainer.model.parallel import repeats, share_matrices, spread_experts
 from meshrl.trainer.model.policy import random_hf
-from meshrl.trainer.ranks.compute import Compute
-from meshrl.trainer.ranks.world import World
+from meshrl.trainer.ranks.world import Compute, World
 
 from . import rank_work, tiny
 from .ranks import Ranks

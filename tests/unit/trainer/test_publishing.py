@@ -15,7 +15,7 @@ import torch
 from meshrl.contract.ports import WeightSource
 from meshrl.trainer.loop.loop import Trainer
 from meshrl.trainer.loop.time_slices import Always
-from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.ranks.world import Compute
 
 AMPLE_S = 60.0
 SOURCE = cast(WeightSource, object())

@@ -10,7 +10,7 @@ from meshrl.common import config
 from meshrl.contract.errors import MeshError
 from meshrl.contract.ports import Judge
 from meshrl.contract.types import Outcome, Sample, Score
-from meshrl.rewardd.judges._retrying import Retrier, RetryConfig
+from meshrl.rewardd.judges._remote import Retrier, RetryConfig
 
 CLIENT = "meshrl.rpc.clients.services"
 """Module of its client, imported by name on demand, because this package imports no gRPC."""

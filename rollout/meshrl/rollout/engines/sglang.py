@@ -18,7 +18,7 @@ from pydantic import PositiveInt
 from typing_extensions import override
 
 from meshrl.common.config import Machine, read_options
-from meshrl.common.device_share import DeviceShare
+from meshrl.common.device_lease import DeviceShare
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.images import PROCESSORS, ImageProcessor, processor_class

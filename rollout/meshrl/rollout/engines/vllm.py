@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from meshrl.common import plugins
 from meshrl.common.config import read_options
-from meshrl.common.device_share import DeviceShare
+from meshrl.common.device_lease import DeviceShare
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.native_updates.vllm import NativeSender, RootBuilder

@@ -22,7 +22,7 @@ from typing import BinaryIO
 import httpx
 
 from meshrl.common import device_lease, process_guard
-from meshrl.common.device_share import DeviceShare
+from meshrl.common.device_lease import DeviceShare
 from meshrl.contract.errors import (
     ConfigError,
     EngineGoneError,

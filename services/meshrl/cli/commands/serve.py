@@ -17,7 +17,7 @@ import click
 
 from meshrl.cli.options import PATH, accept_changes_option, recipe_argument
 from meshrl.common import plugins, tracing
-from meshrl.common.device_share import DEVICES
+from meshrl.common.device_lease import DEVICES
 from meshrl.common.plain_text import LogFormatter, say, say_error
 from meshrl.common.process_guard import die_with_supervisor
 from meshrl.config import Recipe, load_recipe

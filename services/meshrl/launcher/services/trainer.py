@@ -46,8 +46,7 @@ from meshrl.trainer.loop.loop import Trainer
 from meshrl.trainer.loop.reward_guard import RewardVersionGuard
 from meshrl.trainer.loop.time_slices import TimeSlices
 from meshrl.trainer.metrics.log import MetricsLog, open_loggers
-from meshrl.trainer.ranks.compute import Compute
-from meshrl.trainer.ranks.world import World
+from meshrl.trainer.ranks.world import Compute, World
 from meshrl.trainer.trajectories.files import FOLDER
 from meshrl.trainer.trajectories.log import TrajectoryLog
 from meshrl.weights.carrier import RunPaths

@@ -21,8 +21,7 @@ from meshrl.contract.errors import AWAY
 from meshrl.trainer.checkpoint.checkpoint import Keep, TrainerState
 from meshrl.trainer.checkpoint.dcp import Tensors
 from meshrl.trainer.loop.context import RunContext
-from meshrl.trainer.ranks.compute import Compute
-from meshrl.trainer.ranks.world import World
+from meshrl.trainer.ranks.world import Compute, World
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

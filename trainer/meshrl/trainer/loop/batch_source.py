@@ -36,8 +36,7 @@ from meshrl.trainer.loop.context import RunContext
 from meshrl.trainer.loop.dynamic_sampling import DynamicSampling
 from meshrl.trainer.loop.reward_guard import BatchQueue, RewardVersionGuard
 from meshrl.trainer.loop.status import LiveStatus
-from meshrl.trainer.ranks.compute import Compute
-from meshrl.trainer.ranks.world import World
+from meshrl.trainer.ranks.world import Compute, World
 
 log = logging.getLogger(__name__)
 FEWEST_DEAD = 16

@@ -13,7 +13,7 @@ from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import FilterGroupsConfig, TrainerConfig
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.model.snapshot import take_snapshot
-from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.ranks.world import Compute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from meshrl.common.device_lease import DeviceLease
 from meshrl.contract.types import Json
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers, move_state
-from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.ranks.world import Compute
 
 
 class DeviceTurns(Protocol):

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from meshrl.common.device_share import DeviceShare, logits_at_once
+from meshrl.common.device_lease import DeviceShare, logits_at_once
 
 log = logging.getLogger(__name__)
 

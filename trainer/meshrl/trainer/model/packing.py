@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from meshrl.common.device_share import ROWS_PER_LAID
+from meshrl.common.device_lease import ROWS_PER_LAID
 from meshrl.contract.types import Int32
 from meshrl.trainer.model.parallel import SequenceGroup, SequenceShare
 from meshrl.trainer.model.vision import PackedImages, RowImages, packed_images

@@ -6,11 +6,13 @@ FSDP's own collectives (NCCL on GPUs).
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshrl.common.device_share import DeviceShare, chosen_device
+from meshrl.common.device_lease import DeviceShare, chosen_device
 from meshrl.common.sockets import interface_towards, is_loopback, listen_fd, loopback_interface
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.trainer.config import ParallelConfig
@@ -49,6 +51,7 @@ _SIGNS_OF_DEATH = (
     "remote process exited",
 )
 """Parts of the RuntimeError texts of gloo and NCCL after a rank has died."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -373,3 +376,38 @@ def _open_store(address: str, port: int, rank: int, size: int | None, timeout: t
         wait_for_workers=size is not None,
         master_listen_fd=descriptor,
     )
+
+
+class Compute:
+    """Runs functions one after the other in a thread of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="trainer", initializer=self._enter
+        )
+
+    def _enter(self) -> None:
+        if self._device.type == "cuda":  # the current device is a property of the thread
+            torch.cuda.set_device(self._device)
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """The result of `work()`.
+
+        Raises:
+            InfraError: another rank died while its collectives ran.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._pool, _with_peers, work)
+
+    def close(self) -> None:
+        """Wait for the running function and end the thread; idempotent."""
+        self._pool.shutdown(wait=True)
+
+
+def _with_peers(work: Callable[[], Result]) -> Result:
+    try:
+        return work()
+    except RuntimeError as error:
+        if lost := lost_peer(error):
+            raise InfraError(lost) from error
+        raise

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from meshrl.common.device_share import chosen_device
+from meshrl.common.device_lease import chosen_device
 from meshrl.contract.errors import (
     InfraError,
     UserError,

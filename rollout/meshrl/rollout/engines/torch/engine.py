@@ -22,7 +22,7 @@ import torch
 from typing_extensions import override
 
 from meshrl.common.config import read_options
-from meshrl.common.device_share import DeviceShare, chosen_device
+from meshrl.common.device_lease import DeviceShare, chosen_device
 from meshrl.common.shared_buffers import Pin, page_lock
 from meshrl.contract.errors import (
     EngineGoneError,

@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from meshrl.common.device_share import DeviceShare
+from meshrl.common.device_lease import DeviceShare
 from meshrl.contract.errors import CapacityError
 from meshrl.contract.types import Uint8, WeightManifest
 from meshrl.rollout.engines.torch.architecture import DecoderArchitecture
