@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/ of the checkout
 
 from meshrl.contract.rows import rollout_write
 from meshrl.contract.types import (
@@ -49,6 +52,7 @@ from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.ranks.world import World
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
+from tests.doubles import vision_rows
 
 ENGINES: dict[str, dict[str, Any]] = {
     "vllm": {"extra_args": ["--enforce-eager"], "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}},
@@ -82,7 +86,7 @@ async def logprobs(arguments: argparse.Namespace) -> dict[str, Any]:
         world = World.start("cpu")
         config = ModelConfig(path=start, freeze_vision_tower=False)
         policy = build_policy(open_hf(start), world, config)
-        vision.move_weights(policy, 1)
+        vision_rows.move_weights(policy, 1)
         export_policy(policy, world, served, tokenizer=start)
         reader = VisionReader(served, policy.hf)
         options = {
@@ -99,7 +103,7 @@ async def logprobs(arguments: argparse.Namespace) -> dict[str, Any]:
         try:
             for name in ("export", "published"):
                 if name == "published":
-                    vision.move_weights(policy, 2)
+                    vision_rows.move_weights(policy, 2)
                     sent = take_snapshot(
                         policy,
                         world,
@@ -113,8 +117,10 @@ async def logprobs(arguments: argparse.Namespace) -> dict[str, Any]:
                     await engine.commit_weights(VERSION, OnUpdate.DRAIN)
                 else:
                     await engine.serve_checkpoint(Version(1, 0))
-                rows = await vision.sampled(engine, ImageProcessor(served), name, arguments.rows)
-                apart = vision.apart(policy, reader, rows)
+                rows = await vision_rows.sampled(
+                    engine, ImageProcessor(served), name, arguments.rows
+                )
+                apart = vision_rows.apart(policy, reader, rows)
                 found[name] = {
                     "tokens": len(apart),
                     "greatest": float(apart.max()),

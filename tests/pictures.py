@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from meshrl.testing.vision import KINDS, PLACEHOLDER, picture, random_checkpoint
+from meshrl.testing.vision import KINDS, PLACEHOLDER, random_checkpoint
 from meshrl.testing.vision import tokenizer as make_tokenizer
+from tests.doubles.vision_rows import picture
 
 __all__ = ["KINDS", "PLACEHOLDER", "make_model", "make_tokenizer", "picture", "write_processor"]
 

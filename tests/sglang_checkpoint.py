@@ -14,7 +14,7 @@ import xxhash
 from meshrl.contract.types import TensorSpec, Uint8, Version, WeightManifest
 from meshrl.rollout.server_engine.checkpoint import write_version
 from meshrl.rollout.streams import Response
-from meshrl.testing.sglang_server.weights import GARBAGE, marks_of
+from meshrl.testing.sglang_server.scheduler import GARBAGE, marks_of
 
 VOCABULARY = 512
 EOS = 511

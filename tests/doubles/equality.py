@@ -43,6 +43,7 @@ from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.ranks.world import World
+from tests.doubles import vision_rows
 from tests.doubles.architectures import (
     KINDS,
     PROMPT,
@@ -189,7 +190,7 @@ def train(checkpoint: Path, world: World, how: Training) -> Found:
     )
     config = ModelConfig(path=checkpoint, freeze_vision_tower=False)
     policy = build_policy(open_hf(checkpoint), world, config)
-    given = vision.rows(checkpoint) if sees else rows()
+    given = vision_rows.rows(checkpoint) if sees else rows()
     optimizers = _Observed(policy, optim)
     objective = PolicyGradient(AlgorithmConfig(), actor, max_response_length=30)
     learner = Learner(

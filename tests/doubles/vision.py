@@ -17,12 +17,13 @@ import torch
 import transformers
 from transformers import AutoModelForImageTextToText
 
-from meshrl.testing.vision import KINDS, logprobs_alone, packed, random_checkpoint, rows
+from meshrl.testing.vision import KINDS, random_checkpoint
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.ranks.world import World
 from tests.doubles.architectures import figure, gradients_apart, parser_of, replace_section
+from tests.doubles.vision_rows import logprobs_alone, packed, rows
 
 HEADING = "## Models that read pictures"
 SECTION = (
@@ -33,7 +34,7 @@ Random models of two layers whose vision towers are trained, too, and a pack of 
 which some are alike; float32 on a CPU. This section is what
 
 ```
-python -m meshrl.testing.vision --write docs/reference/models.md
+python -m tests.doubles.vision --write docs/reference/models.md
 ```
 
 found with transformers {transformers} and torch {torch}.

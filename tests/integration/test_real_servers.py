@@ -39,7 +39,9 @@ from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.model.packing import pack as pack_rows
 from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.snapshot import take_snapshot
+from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.ranks.world import World
+from tests.doubles import vision_rows
 
 from .. import servers
 from ..listening import reachable_sockets
@@ -651,14 +653,14 @@ async def test_logprobs_of_rows_with_pictures_are_the_trainers_also_after_an_upd
     policy = build_policy(
         open_hf(tmp_path), world, ModelConfig(path=tmp_path, freeze_vision_tower=False)
     )
-    reader, processor = vision.VisionReader(tmp_path, policy.hf), ImageProcessor(tmp_path)
+    reader, processor = VisionReader(tmp_path, policy.hf), ImageProcessor(tmp_path)
     engine = kind.build(kind.options(server_log(kind, tmp_path)), model=tmp_path, slots=SLOTS)
     await engine.start()
     try:
         for step in (0, 1):
             version = Version(1, step)
             if step:
-                vision.move_weights(policy, step)
+                vision_rows.move_weights(policy, step)
             made = take_snapshot(
                 policy, world, run="r", version=version, dtype="float32", bucket_bytes=1 << 20
             )
@@ -666,8 +668,8 @@ async def test_logprobs_of_rows_with_pictures_are_the_trainers_also_after_an_upd
             await engine.stage_weights(made.manifest, made.buckets)
             await engine.commit_weights(version, OnUpdate.IN_FLIGHT)
             # The pictures are those of the version before: what its tower made of them must not be used.
-            rows = await vision.sampled(engine, processor, f"step {step}", 4)
-            assert float(vision.apart(policy, reader, rows).max()) < 1e-3
+            rows = await vision_rows.sampled(engine, processor, f"step {step}", 4)
+            assert float(vision_rows.apart(policy, reader, rows).max()) < 1e-3
     finally:
         await engine.close()
 

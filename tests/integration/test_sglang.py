@@ -26,7 +26,7 @@ from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.streams import Response, closing, sample
 from meshrl.testing.contract.engine_suite import SLOTS, ask
 from meshrl.testing.sglang_server.routes import NOT_FLUSHED
-from meshrl.testing.sglang_server.updates import PARTIAL
+from meshrl.testing.sglang_server.scheduler import PARTIAL
 
 from ..sglang_checkpoint import (
     EOS,

@@ -33,8 +33,6 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
 )
-from meshrl.testing.vision import logprobs_alone
-from meshrl.testing.vision import rows as vision_rows
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.model.policy import build_policy, load_hf, open_hf
 from meshrl.trainer.model.vision import VisionReader
@@ -43,6 +41,8 @@ from meshrl.trainer.reference.model import ReferenceModel, Seen
 from meshrl.trainer.reference.stage import ReferenceStage, SharedPrefixGroups
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
+from tests.doubles.vision_rows import logprobs_alone
+from tests.doubles.vision_rows import rows as vision_rows
 
 from ...pictures import make_model, picture
 from ...waiting import until

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from meshrl.contract.errors import UserError
-from meshrl.testing.vision import VOCABULARY, logprobs_alone
+from meshrl.testing.vision import VOCABULARY
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.policy import build_policy, open_hf
@@ -23,6 +23,7 @@ from meshrl.trainer.offline.config import SftConfig
 from meshrl.trainer.offline.examples import Example, read_examples
 from meshrl.trainer.offline.sft import SftLesson, exact_match
 from meshrl.trainer.ranks.world import World
+from tests.doubles.vision_rows import logprobs_alone
 
 from ...pictures import make_model, picture
 from .test_vision import load_theirs, row

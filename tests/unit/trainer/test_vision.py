@@ -17,14 +17,14 @@ from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.types import Media, Trajectory, Uid
 from meshrl.images import ImageProcessor
 from meshrl.rollout.server_engine.sglang_messages import positions
-from meshrl.testing import vision
-from meshrl.testing.vision import packed
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.learner.beside import build_critic
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf, open_hf
 from meshrl.trainer.model.vision import VisionReader, tower_prefix
 from meshrl.trainer.ranks.world import World
+from tests.doubles import vision_rows
 from tests.doubles.equality import TRAININGS, train
+from tests.doubles.vision_rows import packed
 
 from ...pictures import KINDS, PLACEHOLDER, make_model, picture
 from . import rank_work
@@ -35,7 +35,7 @@ A, B, C = picture(1, 96, 64), picture(2, 70, 130), picture(3)
 
 
 def row(path: Path, media: Sequence[Media], response: int, number: int) -> Trajectory:
-    return vision.row(ImageProcessor(path), media, response, number)
+    return vision_rows.row(ImageProcessor(path), media, response, number)
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
@@ -68,7 +68,7 @@ def test_a_pack_says_of_each_row_what_the_row_alone_and_transformers_say(
         torch.testing.assert_close(of_pack[name], expected, atol=1e-4 * scale + 1e-6, rtol=1e-3)
     theirs = load_theirs(tmp_path)
     for mine, each in zip(alone, rows, strict=True):
-        expected = vision.logprobs_alone(theirs, each, reader).detach()
+        expected = vision_rows.logprobs_alone(theirs, each, reader).detach()
         torch.testing.assert_close(mine.detach(), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -12,8 +12,7 @@ import uvicorn
 
 from meshrl.rollout.server_engine.checkpoint import read_checkpoint
 from meshrl.testing.sglang_server.routes import Routes
-from meshrl.testing.sglang_server.scheduler import Scheduler
-from meshrl.testing.sglang_server.updates import ServerGroup, Updates
+from meshrl.testing.sglang_server.scheduler import Scheduler, ServerGroup, Updates
 
 VERSION = "0.5.23"
 """The SGLang version that it imitates."""

@@ -10,7 +10,7 @@ import torch.distributed
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 from torch.distributed.rendezvous import rendezvous
 
-from meshrl.testing.sglang_server.weights import MARKS
+from meshrl.testing.sglang_server.scheduler import MARKS
 
 TIMEOUT_S = 60.0
 c10d: Any = torch.distributed

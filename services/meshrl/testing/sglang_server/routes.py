@@ -19,8 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from meshrl.testing.sglang_server.scheduler import Request, Scheduler, spans
-from meshrl.testing.sglang_server.updates import Died, Updates
+from meshrl.testing.sglang_server.scheduler import Died, Request, Scheduler, Updates, spans
 
 NOT_FLUSHED = (
     "Weights were updated, but the cache was not flushed because requests are still running or queued. "

@@ -1,21 +1,99 @@
 """The fake's scheduler: requests join, get one token a step, leave. It pauses, retracts and labels as SGLang does.
 
 With `overlap` a step is recorded after the next one has begun, so that a pause in place leaves a sampled step
-unrecorded: its tokens are then labelled with the version that is loaded later, as in SGLang.
+unrecorded: its tokens are then labelled with the version that is loaded later, as in SGLang. Its weights are one
+number, the *mark*, which is the first number of the first tensor of a version; `Updates` loads them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib
+import json
 import os
 import signal
+import struct
+import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from meshrl.testing.sglang_server.weights import logprob
+import numpy as np
+
+from meshrl.rollout.engines.vllm import PLUGIN_DIR
+from meshrl.rollout.server_engine.staging import ARRIVED, ASKED
+
+WIDTH = {"F32": 4, "BF16": 2, "F16": 2}
+MARKS = 256
+"""Marks are smaller than this."""
+GARBAGE = MARKS - 1
+"""The mark of weights that are half one version and half another."""
+OUTSIDE = "{route} must run between begin_weight_update() and end_weight_update()"
+PARTIAL = (
+    "Failed to update parameter online: {error}. The full weights of the ModelRunner are partially updated. "
+    "Please discard the whole weights."
+)
+Answer = tuple[bool, str]
+
+
+def read_mark(directory: Path) -> int:
+    """The mark of the version in `directory`.
+
+    Raises:
+        FileNotFoundError: there is none, as the loader of a real worker would.
+        ValueError: the file is not whole.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors in {directory}")
+    with files[0].open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        end = max(entry["data_offsets"][1] for entry in header.values())
+        if files[0].stat().st_size != 8 + length + end:
+            raise ValueError(f"{files[0]} is not whole")
+        first = min(header.values(), key=lambda entry: entry["data_offsets"][0])
+        file.seek(8 + length + first["data_offsets"][0])
+        return mark_of(first["dtype"], file.read(WIDTH[first["dtype"]]))
+
+
+def load_staged(directory: Path) -> int:
+    """The mark that our loader finds, which is the real one where memory is asked for or weights arrived there."""
+    if not any((directory / name).is_file() for name in (ASKED, ARRIVED)):
+        return read_mark(directory)
+    import torch  # takes seconds, and few servers need it
+
+    if str(PLUGIN_DIR) not in sys.path:
+        sys.path.append(str(PLUGIN_DIR))
+    loader = importlib.import_module("meshrl_staged")
+    (_, first), *_ = list(loader.tensors(directory))
+    mark = int(abs(float(first.view(-1)[0]))) % MARKS
+    loader.lend(directory, torch.device("cpu"))
+    return mark
+
+
+def mark_of(dtype: str, raw: bytes) -> int:
+    """The mark in the little-endian bytes of a number; `dtype` is the safetensors name."""
+    if dtype == "BF16":
+        raw = b"\0\0" + raw
+    value = float(np.frombuffer(raw, dtype="<f2" if dtype == "F16" else "<f4")[0])
+    return int(abs(value)) % MARKS
+
+
+def logprob(mark: int, cache_mark: int) -> float:
+    """A log-prob that encodes both marks exactly in float32."""
+    return -(MARKS * mark + cache_mark) / MARKS**2
+
+
+def marks_of(value: float) -> tuple[int, int]:
+    """The marks of the weights that sampled, and of those that computed the cache."""
+    both = round(-value * MARKS**2)
+    return both // MARKS, both % MARKS
+
 
 LABEL_AT_START = "default"
 
@@ -224,3 +302,122 @@ def spans(request: Request) -> list[dict[str, Any]]:
             continue
         found.append({"version": label, "start": start, "end": min(end, total)})
     return found
+
+
+class Died(Exception):
+    """An exception that ends the scheduler, and with it the server."""
+
+
+class ServerGroup(Protocol):
+    """A process group that receives weights."""
+
+    def receive(self, body: dict[str, Any]) -> int:
+        """Receive one broadcast; the mark in it, or the last one. Raises what the real server raises."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group."""
+        ...
+
+
+class Updates:
+    """One weight-update session at a time."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        loaders: Collection[str],
+        join: Callable[[dict[str, Any]], ServerGroup],
+    ) -> None:
+        self.partial = False
+        """The next load stops halfway."""
+        self._scheduler = scheduler
+        self._loaders = loaders
+        self._join = join
+        self._groups: dict[str, ServerGroup] = {}
+        self._open = False
+
+    async def begin(self) -> Answer:
+        """Open the session; if not paused, wait until no request runs."""
+        await self._quiet()
+        if self._open:
+            return False, "a weight-update session is already open; call end_weight_update() first"
+        self._open = True
+        return True, "Success"
+
+    async def end(self) -> Answer:
+        """Close the session."""
+        if not self._open:
+            return False, "no weight-update session is open; call begin_weight_update() first"
+        self._open = False
+        return True, "Success"
+
+    async def from_loader(self, load_format: str | None, directory: Path) -> Answer:
+        """A registered loader reads `directory`. Its exceptions are not caught."""
+        if not self._open:
+            return False, OUTSIDE.format(route="update_weights_from_tensor")
+        if load_format not in self._loaders:
+            raise Died(f"NotImplementedError: Unknown load_format={load_format}")
+        try:
+            self._take(load_staged(directory))
+        except Exception as error:
+            raise Died(f"{type(error).__name__}: {error}") from error
+        return True, "Success"
+
+    async def from_disk(self, directory: Path) -> Answer:
+        """Load `directory`; needs no session, and catches exceptions."""
+        await self._quiet()
+        try:
+            self._take(read_mark(directory))
+        except Exception as error:
+            return False, f"Failed to get weights iterator: {error}."
+        return True, "Succeeded to update model weights."
+
+    async def from_group(self, body: dict[str, Any]) -> Answer:
+        """Receive one broadcast."""
+        if not self._open:
+            return False, OUTSIDE.format(route="update_weights_from_distributed")
+        group = self._groups.get(body["group_name"])
+        if group is None:
+            known = list(self._groups)
+            return False, (
+                f"Failed to receive weights: Group {body['group_name']} not in {known}. "
+                "Please call `init_weights_update_group` first."
+            )
+        try:
+            mark = await asyncio.to_thread(group.receive, body)
+        except Exception as error:
+            return False, f"Failed to receive weights: {error}"
+        try:
+            self._take(mark)
+        except RuntimeError as error:
+            return False, PARTIAL.format(error=error)
+        return True, "Succeeded to update parameter online."
+
+    async def join(self, body: dict[str, Any]) -> Answer:
+        """Join a group as the ranks of this server."""
+        try:
+            self._groups[body["group_name"]] = await asyncio.to_thread(self._join, body)
+        except Exception as error:
+            return False, f"Failed to initialize custom process group: {error}."
+        return True, "Succeeded to initialize custom process group."
+
+    async def leave(self, name: str) -> Answer:
+        """Leave a group."""
+        group = self._groups.pop(name, None)
+        if group is None:
+            return False, "The group to be destroyed does not exist."
+        await asyncio.to_thread(group.close)
+        return True, "Succeeded to destroy custom process group."
+
+    def _take(self, mark: int) -> None:
+        if self.partial:
+            self._scheduler.mark = GARBAGE
+            raise RuntimeError("the tensor ends too soon")
+        self._scheduler.mark = mark
+
+    async def _quiet(self) -> None:
+        """Paused, or no request runs: the real server takes a lock that running requests hold."""
+        scheduler = self._scheduler
+        await scheduler.until(lambda: scheduler.paused or not scheduler.requests)
