@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
+import pytest
 from typing_extensions import override
 
 from meshrl.config.weights import WeightsConfig
@@ -34,6 +35,7 @@ from tests.simulation.network import Delays, Network
 RUN = "simulated"
 CHANNELS, GROUP = "wires", "group"
 """Names of carriers: with a channel to each replica, or one to all."""
+KINDS = pytest.mark.parametrize("carrier", [CHANNELS, GROUP])
 TRAINER = "trainer:1"
 BUCKETS, BUCKET_BYTES = 4, 1 << 10
 WHOLE = BUCKETS * BUCKET_BYTES
@@ -42,6 +44,11 @@ FOR_EVER_S = 1e6
 Source = TypeVar("Source", bound=StubSource)
 Strike = Callable[[str, str, int], object]
 """Called with sender, receiver and bucket when a bucket is about to cross a channel."""
+
+
+def times(carrier: str, replicas: int) -> int:
+    """How often a version leaves the trainer for so many replicas."""
+    return replicas if carrier == CHANNELS else 1
 
 
 class Wires:

@@ -14,23 +14,17 @@ from tests.doubles.weights import GatheredStub
 from .simulated_fleet import (
     BUCKET_BYTES,
     BUCKETS,
-    CHANNELS,
-    GROUP,
+    KINDS,
     WHOLE,
     SimulatedFleet,
     WireCarrier,
     in_simulation,
+    times,
 )
 
 NAMES = ("one", "two", "three")
 LONG_S = 100.0
 """More than any deadline of the fleet."""
-KINDS = pytest.mark.parametrize("carrier", [CHANNELS, GROUP])
-
-
-def times(carrier: str, replicas: int) -> int:
-    """How often a version leaves the trainer for so many replicas."""
-    return replicas if carrier == CHANNELS else 1
 
 
 async def come(fleet: SimulatedFleet, source: GatheredStub, *buckets: int) -> None:
@@ -147,25 +141,5 @@ def test_a_carrier_of_somebodys_own_is_given_whole_versions_and_serves_a_fleet()
         await come(fleet, source, BUCKETS - 1)
         await fleet.serve(source, *NAMES)
         assert own[0].staged == [source.manifest.version]
-
-    in_simulation(test)
-
-
-def test_bytes_that_are_spoilt_are_sent_again_though_the_hash_came_with_the_bucket() -> None:
-    async def test(fleet: SimulatedFleet) -> None:
-        await fleet.start(*NAMES)
-        struck: list[int] = []
-
-        def spoil(sender: str, receiver: str, index: int) -> bool:
-            struck.append(index)
-            return index == 1 and struck.count(1) == 1
-
-        fleet.wires.spoil = spoil
-        source = fleet.source(GatheredStub)
-        await fleet.publish(source)
-        for index in range(BUCKETS):
-            await come(fleet, source, index)
-        await fleet.serve(source, *NAMES)
-        assert struck.count(1) > 1
 
     in_simulation(test)
