@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.contract.errors import EndOfDataError, FencedError, UnavailableError, WaitTimeoutError
-from meshrl.contract.types import GroupPolicy, Outcome, Version
+from meshrl.contract.errors import EndOfDataError, UnavailableError, WaitTimeoutError
+from meshrl.contract.types import Version
 from meshrl.testing.contract.queue_actors import (
     WAIT_S,
     Actors,
@@ -18,7 +18,6 @@ from meshrl.testing.contract.queue_actors import (
     spec,
     task,
     tasks,
-    tokens_of,
     uids,
 )
 from meshrl.transferqueue.queue import TransferQueue
@@ -90,19 +89,6 @@ async def test_a_lease_goes_on_under_its_token(life: Life) -> None:
     assert await actors.resident() == {"pending": 2}
 
 
-async def test_tokens_grow_across_a_restart(life: Life) -> None:
-    actors, reopen = life
-    await actors.start()
-    await actors.feed(tasks(1))
-    old = await actors.lease()
-    await actors.queue.release("run", "rollout", tokens_of(old))
-    await reopen()
-    new = await actors.lease()
-    assert new.rows[0].token > old.rows[0].token
-    with pytest.raises(FencedError):
-        await actors.write(old)
-
-
 async def test_a_lease_whose_worker_died_with_the_queue_expires(life: Life) -> None:
     actors, reopen = life
     await actors.start(spec(lease_ttl_s=0.3))
@@ -156,58 +142,6 @@ async def test_a_replay_keeps_its_order_across_a_restart(life: Life) -> None:
     await actors.queue.rewind("run", epoch=actors.epoch, step=0)
     await reopen()
     assert batch_uids(await actors.take(0)) == batch_uids(first)
-
-
-async def test_filtered_rows_stay_filtered(life: Life) -> None:
-    actors, reopen = life
-    await actors.start()
-    await actors.feed(tasks(2))
-    await actors.work()
-    batch = await actors.take(0)
-    easy = [batch.rows[0].uid, batch.rows[2].uid, batch.rows[3].uid]
-    await actors.queue.filter("run", epoch=actors.epoch, uids=easy, reason="easy")
-    await reopen()
-    assert (await actors.ledger()).filtered == {"easy": 3}
-    assert await actors.resident() == {"taken": 1}
-
-
-async def test_dead_letters_and_their_tasks_survive(life: Life) -> None:
-    actors, reopen = life
-    await actors.start(spec(max_attempts=1))
-    await actors.feed(tasks(1))
-    row = (await actors.lease(limit=1)).rows[0]
-    await actors.queue.fail("run", "rollout", row.uid, row.token, Outcome.TIMEOUT, "slow")
-    letters = await actors.queue.dead_letters("run")
-    await reopen()
-    assert await actors.queue.dead_letters("run") == letters
-    assert await actors.queue.replay("run", [row.uid]) == 1
-    await reopen()
-    lease = await actors.lease()
-    assert uids(lease) == ["t0.0.1", "t0.1.1"]
-    assert lease.rows[0].task.extra_info["text"] == "naïve ☃"
-
-
-async def test_groups_by_k_of_n_survive(life: Life) -> None:
-    actors, reopen = life
-    await actors.start(
-        spec(group_size=3, batch_groups=1, group_policy=GroupPolicy.K_OF_N, group_k=2)
-    )
-    await actors.feed(tasks(1, group_size=3))
-    await actors.work(limit=2)
-    await reopen()
-    assert batch_uids(await actors.take(0, groups=1)) == ["t0.0.0", "t0.1.0"]
-
-
-async def test_a_task_admitted_before_is_known_after_a_restart(life: Life) -> None:
-    actors, reopen = life
-    await actors.start()
-    await actors.feed(tasks(2))
-    await actors.work()
-    await actors.train(0)
-    await actors.commit(1)
-    await reopen()
-    assert await actors.feed(tasks(2)) == 2
-    assert (await actors.ledger()).admitted == 4
 
 
 async def test_runs_are_apart(life: Life) -> None:

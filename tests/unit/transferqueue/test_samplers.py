@@ -50,14 +50,6 @@ async def first_batch(sampler: str) -> list[str]:
     return [name.split(".")[0] for name in batch[::2]]
 
 
-async def test_fifo_takes_what_was_admitted_first() -> None:
-    assert await first_batch("fifo") == ["t0", "t1"]
-
-
-async def test_fresh_first_takes_the_newest_version_first() -> None:
-    assert await first_batch("fresh_first") == ["t2", "t0"]
-
-
 def complete(
     number: int, tokens: int = 1, source: str = "", difficulty: float = 0.0
 ) -> CompleteGroup:
