@@ -94,11 +94,6 @@ async def test_numeric_keys_of_a_dict_become_components(make: Make) -> None:
     assert result.components == {"compute_score": 1.0, "acc": 1.0, "len": 3.0}
 
 
-async def test_numpy_scalars_are_numbers(make: Make) -> None:
-    judge = make("import numpy as np\n" + HEAD + "    return np.array(0.5, dtype=np.float32)\n")
-    assert scores_of(await judge.score(samples("x"))) == [0.5]
-
-
 async def test_an_exception_is_a_fault_with_the_line_of_the_users_file(
     make: Make, tmp_path: Path
 ) -> None:
@@ -122,46 +117,45 @@ NO_SCORES = {
     "{'acc': 1}": "without 'score' (it has 'acc')",
     "{'score': float('nan')}": "key 'score' returned NaN",
     "{'score': 1, 'acc': float('nan')}": "key 'acc' returned NaN",
+    "sys.exit(3)": "SystemExit: 3",
 }
 
 
-async def test_what_is_no_score_is_named_and_never_a_reward(make: Make) -> None:
-    results = await make(HEAD + "    return eval(solution_str)\n").score(samples(*NO_SCORES))
+SCORES = {
+    "np.array(0.5, dtype=np.float32)": 0.5,
+    "print('x' * 20_000_000) or sys.stderr.write('y' * 100_000) / 100_000": 1.0,
+    "os.write(1, b'\\0\\0\\0\\2{}')": 6.0,  # looks like an answer on the pipe
+    "len(sys.stdin.read())": 0.0,  # which is at its end
+}
+
+
+async def test_what_is_no_score_is_named_and_never_a_reward_and_output_is_none(make: Make) -> None:
+    head = "import os, sys\nimport numpy as np\n" + HEAD
+    judge = make(head + "    return eval(solution_str)\n")
+    results = await judge.score(samples(*NO_SCORES))
     for result, (expression, named) in zip(results, NO_SCORES.items(), strict=True):
         assert result.outcome is Outcome.INFRA_FAULT, expression
         assert named in result.reason
-
-
-async def test_sys_exit_is_a_fault_of_that_sample(make: Make) -> None:
-    judge = make(
-        "import sys\n" + HEAD + "    sys.exit(3) if solution_str == 'bad' else None\n    return 1\n"
-    )
-    good, bad = await judge.score(samples("good", "bad"))
-    assert good.outcome is Outcome.OK
+    assert scores_of(await judge.score(samples(*SCORES))) == list(SCORES.values())
+    bad, good = await judge.score([sample("1", 0, ground_truth={1, 2}), sample("2", 1)])
     assert bad.outcome is Outcome.INFRA_FAULT
-    assert "SystemExit: 3" in bad.reason
+    assert "is not JSON" in bad.reason
+    assert good.score == 2.0
 
 
 async def test_a_hanging_sample_times_out_alone_with_its_line(make: Make, tmp_path: Path) -> None:
     judge = make(
-        HEAD + "    while solution_str == 'bad':\n        pass\n    return 1\n", deadline_s=0.5
+        "import re\n" + HEAD + "    while solution_str == 'bad':\n        pass\n"
+        "    re.fullmatch('(a+)+b', solution_str)\n    return 1\n",
+        deadline_s=0.5,
     )
     await judge.start()
     (before,) = judge.pids
-    results = await judge.score(samples("a", "b", "bad", "c", "d"))
-    assert [r.outcome for r in results] == [*[Outcome.OK] * 2, Outcome.TIMEOUT, *[Outcome.OK] * 2]
+    results = await judge.score(samples("a", "b", "bad", "c", "a" * 60, "d"))
+    ok = Outcome.OK
+    assert [r.outcome for r in results] == [ok, ok, Outcome.TIMEOUT, ok, Outcome.TIMEOUT, ok]
     assert results[2].reason.startswith(f"no score after 0.5 s at {tmp_path / 'reward.py'}:")
     assert not runs(before)
-
-
-async def test_a_regular_expression_that_never_ends_is_killed_too(make: Make) -> None:
-    judge = make(
-        "import re\n" + HEAD + "    return bool(re.fullmatch('(a+)+b', solution_str))\n",
-        deadline_s=0.5,
-    )
-    bad, good = await judge.score(samples("a" * 60, "aab"))
-    assert bad.outcome is Outcome.TIMEOUT
-    assert good.score == 1.0
 
 
 async def test_a_policy_cannot_hide_from_a_built_in_reward_behind_its_deadline() -> None:
@@ -178,63 +172,44 @@ async def test_a_policy_cannot_hide_from_a_built_in_reward_behind_its_deadline()
     assert (good.outcome, good.score) == (Outcome.OK, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("statement", "named"),
-    [
-        ("while True: pass", "no score after 0.5 s"),
-        ("os._exit(7)", "exit code 7"),
-        ("raise MemoryError", "MemoryError"),
-        ("compute_score(*['bad'] * 4)", "RecursionError"),
-    ],
-)
-@pytest.mark.parametrize("always", [True, False])
+ENDS_BADLY = {
+    "while True: pass": "no score after 0.5 s",
+    "os._exit(7)": "exit code 7",
+    "raise MemoryError": "MemoryError",
+    "compute_score(*[solution_str] * 4)": "RecursionError",
+}
+
+
+@pytest.mark.parametrize("empty", ["raise MemoryError", "pass"])
 async def test_a_recipe_says_whether_the_deadline_of_its_own_function_is_the_policys_fault(
-    make: Make, statement: str, named: str, always: bool
+    make: Make, empty: str
 ) -> None:
-    source = (
-        "import os\n" + HEAD + f"    if solution_str != 'good' and ({always} or solution_str):\n"
-    )
+    """Also where an empty response ends badly."""
     judge = make(
-        f"{source}        {statement}\n    return 1\n", deadline_s=0.5, own_timeout="policy_fault"
+        "import os\n" + HEAD + f"    exec(solution_str or {empty!r})\n    return 1\n",
+        deadline_s=0.5,
+        own_timeout="policy_fault",
     )
-    bad, good = await judge.score(samples("bad", "good"))
-    assert (bad.outcome, bad.score) == (Outcome.POLICY_FAULT, 0.0)  # not the 1 of an empty response
-    assert named in bad.texts["policy_fault"]
+    *results, good = await judge.score(samples(*ENDS_BADLY, "pass"))
+    for bad, named in zip(results, ENDS_BADLY.values(), strict=True):
+        assert (bad.outcome, bad.score) == (Outcome.POLICY_FAULT, 0.0)  # not the 1 of an empty one
+        assert named in bad.texts["policy_fault"]
     assert good.score == 1.0
 
 
-@pytest.mark.parametrize(
-    ("death", "named"),
-    [
-        ("os._exit(7)", "exit code 7"),
-        ("ctypes.string_at(0)", "killed by SIGSEGV at "),
-        ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
-    ],
-)
-async def test_a_crash_is_the_fault_of_the_sample_that_caused_it(
-    make: Make, death: str, named: str
-) -> None:
-    judge = make(
-        f"import ctypes, os\n{HEAD}    if solution_str == 'bad':\n        {death}\n    return 1\n"
-    )
-    results = await judge.score(samples("a", "bad", "c", "d"))
-    assert [r.outcome for r in results] == [Outcome.OK, Outcome.INFRA_FAULT, *[Outcome.OK] * 2]
-    assert named in results[1].reason
+DEATHS = {
+    "os._exit(7)": "exit code 7",
+    "ctypes.string_at(0)": "killed by SIGSEGV at ",
+    "os.kill(os.getpid(), 9)": "killed by SIGKILL",
+}
 
 
-async def test_huge_output_is_drained_and_cannot_be_mistaken_for_a_score(make: Make) -> None:
-    judge = make(
-        "import os, sys\n"
-        + HEAD
-        + "    print('x' * 20_000_000)\n    sys.stderr.write('y' * 100_000)\n"
-        "    os.write(1, b'\\0\\0\\0\\2{}')\n    return 1\n"
-    )
-    assert scores_of(await judge.score(samples("a", "b"))) == [1.0, 1.0]
-
-
-async def test_reading_standard_input_finds_its_end(make: Make) -> None:
-    judge = make("import sys\n" + HEAD + "    return len(sys.stdin.read())\n")
-    assert scores_of(await judge.score(samples("a", "b"))) == [0.0, 0.0]
+async def test_a_crash_is_the_fault_of_the_sample_that_caused_it(make: Make) -> None:
+    judge = make(f"import ctypes, os\n{HEAD}    exec(solution_str)\n    return 1\n")
+    for death, named in DEATHS.items():
+        results = await judge.score(samples("pass", death, "pass", "pass"))
+        assert [r.outcome for r in results] == [Outcome.OK, Outcome.INFRA_FAULT, *[Outcome.OK] * 2]
+        assert named in results[1].reason
 
 
 async def test_fast_samples_do_not_wait_for_a_slow_one(make: Make) -> None:
@@ -330,14 +305,6 @@ async def test_cpu_time_beyond_the_limit_is_a_timeout(
     assert good.score == 1.0
 
 
-async def test_what_json_cannot_carry_is_a_fault_of_that_sample(make: Make) -> None:
-    judge = make(HEAD + "    return 1\n")
-    bad, good = await judge.score([sample("x", 0, ground_truth={1, 2}), sample("y", 1)])
-    assert bad.outcome is Outcome.INFRA_FAULT
-    assert "is not JSON" in bad.reason
-    assert good.score == 1.0
-
-
 async def test_closing_answers_waiting_samples_and_leaves_no_process(make: Make) -> None:
     judge = make("import time\n" + HEAD + "    time.sleep(3600)\n")
     await judge.start()
@@ -401,14 +368,14 @@ async def test_what_was_hashed_is_what_scores_even_after_an_edit(
         ("import nothing_of_that_name\n" + HEAD + "    return 1\n", "ModuleNotFoundError"),
         ("compute_score = 3\n", "defines no function 'compute_score'"),
         ("import os\nos._exit(5)\n" + HEAD + "    return 1\n", "while being loaded: exit code 5"),
-        ("import time\ntime.sleep(3600)\n" + HEAD + "    return 1\n", "did not load within 4 s at"),
+        ("import time\ntime.sleep(3600)\n" + HEAD + "    return 1\n", "did not load within 2 s at"),
     ],
 )
 async def test_a_file_that_cannot_be_loaded_is_refused_at_start(
     make: Make, tmp_path: Path, source: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "sleep" in source:
-        monkeypatch.setattr(meshrl.rewardd.config, "START_DEADLINE_S", 4.0)
+        monkeypatch.setattr(meshrl.rewardd.config, "START_DEADLINE_S", 2.0)
     judge = make(source)
     with pytest.raises(ConfigError) as refused:
         await judge.start()
@@ -436,37 +403,36 @@ def test_no_scoring_process_leaks_on_uvloop(tmp_path: Path) -> None:
     assert not any(map(runs, pids))
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        "[1]",
-        '{"id": Infinity}',
-        '{"id": 1, "score": Infinity, "components": {}}',
-        '{"id": 1, "score": 1, "components": {"a": "b"}}',
-        '{"id": 1, "fault": "ok", "reason": ""}',
-        "null",
-        "no json",
-    ],
+GARBAGE = [
+    "[1]",
+    '{"id": Infinity}',
+    '{"id": 1, "score": Infinity, "components": {}}',
+    '{"id": 1, "score": 1, "components": {"a": "b"}}',
+    '{"id": 1, "fault": "ok", "reason": ""}',
+    "null",
+    "no json",
+]
+FORGES = (
+    f"import os, struct\n{HEAD}"
+    """    body = solution_str.encode()
+    for descriptor in range(3, 20) if body else ():
+        try:
+            os.write(descriptor, struct.pack('>I', len(body)) + body)
+        except OSError:
+            pass
+    return 2.0
+"""
 )
-async def test_garbage_in_the_pipe_stops_neither_the_pool_nor_other_samples(
-    make: Make, frame: str
-) -> None:
-    source = (
-        "import os, struct\n" + HEAD + "    if solution_str == 'forge':\n"
-        f"        body = {frame!r}.encode()\n"
-        "        for descriptor in range(3, 20):\n"
-        "            try:\n"
-        "                os.write(descriptor, struct.pack('>I', len(body)) + body)\n"
-        "            except OSError:\n"
-        "                pass\n"
-        "    return 2.0\n"
-    )
-    judge = make(source, deadline_s=20)
+
+
+async def test_garbage_in_the_pipe_stops_neither_the_pool_nor_other_samples(make: Make) -> None:
+    judge = make(FORGES, deadline_s=20)
     async with asyncio.timeout(120):
-        first, forged, last = await judge.score(samples("a", "forge", "b"))
-        again = await judge.score(samples("a"))
-    assert scores_of([first, last, *again]) == [2.0, 2.0, 2.0]
-    assert forged.outcome is Outcome.INFRA_FAULT or forged.score == 2.0
+        for frame in GARBAGE:
+            first, forged, last = await judge.score(samples("", frame, ""))
+            again = await judge.score(samples(""))
+            assert scores_of([first, last, *again]) == [2.0, 2.0, 2.0]
+            assert forged.outcome is Outcome.INFRA_FAULT or forged.score == 2.0
 
 
 class LaunchFails:

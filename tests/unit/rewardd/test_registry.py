@@ -101,6 +101,13 @@ async def test_a_submission_scores_the_run_until_a_roll_back(opened: Open) -> No
         await registry.roll_back("ann", "reward", "")
     await registry.roll_back("ann", "reward", two[:6])
     assert await scored(registry) == [(2.0, two)]
+    assert registry.diff("reward", one, "").splitlines()[-2:] == ["-    return 1", "+    return 2"]
+    with pytest.raises(NotFoundError, match=r"'rewart'; did you mean 'reward'\?"):
+        registry.resolve("rewart")
+    with pytest.raises(NotFoundError, match=f"no version that start with 'zz'; it has .*{two}"):
+        registry.resolve("reward", "zz")
+    with pytest.raises(NotFoundError, match="no version"):
+        registry.resolve("reward", "../../etc")
 
 
 async def test_a_roll_back_to_the_recipe_lets_its_own_functions_score_again(opened: Open) -> None:
@@ -134,26 +141,17 @@ async def test_the_start_says_which_reward_scores_the_run_since_when_and_by_whom
     )
 
 
-async def test_submitting_twice_is_submitting_once(opened: Open) -> None:
-    registry = await opened()
-    first = await registry.submit("ann", constant(1))
-    again = await registry.submit("bob", constant(1))
-    assert (first.created, again.created) == (True, False)
-    assert again.manifest == first.manifest
-    assert len(registry.name("reward").history) == 2
-
-
-async def test_the_same_content_submitted_at_once_by_many_is_one_version(opened: Open) -> None:
+async def test_the_same_content_is_one_version_and_another_name_does_not_touch_the_run(
+    opened: Open,
+) -> None:
     registry = await opened()
     found = await asyncio.gather(*(registry.submit(str(n), constant(1)) for n in range(5)))
-    assert len({a.manifest.hash for a in found}) == 1
+    again = await registry.submit("bob", constant(1))
+    assert not again.created
+    assert {each.manifest.hash for each in found} == {again.manifest.hash}
     assert len(registry.name("reward").history) == 2
-
-
-async def test_another_name_does_not_touch_the_run(opened: Open) -> None:
-    registry = await opened()
     await registry.submit("ann", constant(7, name="other"))
-    assert await scored(registry) == [(-1.0, registry.base)]
+    assert await scored(registry) == [(1.0, again.manifest.hash)]
     assert [s.score for s in await registry.score("other", "", [sample()])] == [7.0]
 
 
@@ -220,6 +218,12 @@ LIMITS = SmallRegistryConfig(allowed_dependencies=["requests"])
         ({"cases": (Case(solution="s", score=0),) * 300}, "300 tests; at most 256"),
         ({"wheel": b"x", "source": "", "entry_point": "a:b"}, "not a zip archive"),
         ({"wheel": b"x", "source": ""}, "want package.module:function"),
+        (
+            {"limits": {"deadline_s": 11.0}},
+            r"deadline_s = 11.0 exceeds .* operator allows \(10.0\)",
+        ),
+        ({"limits": {"deadlines": 1.0}}, r"^no limit 'deadlines'; did you mean 'deadline_s'\? "),
+        ({"limits": {"processes": 0.5}}, "^limit processes: Input should be a valid integer"),
     ],
 )
 def test_what_the_checks_find_without_running_is_refused_in_one_line(
@@ -274,15 +278,13 @@ async def test_a_retired_version_does_not_score(opened: Open) -> None:
             await attempt
 
 
-async def test_unknown_names_and_versions_are_reported_with_the_known_ones(opened: Open) -> None:
-    registry = await opened()
-    one = (await registry.submit("ann", constant(1))).manifest.hash
-    with pytest.raises(NotFoundError, match=r"'rewart'; did you mean 'reward'\?"):
-        registry.resolve("rewart")
-    with pytest.raises(NotFoundError, match=f"no version that start with 'zz'; it has {one}"):
-        registry.resolve("reward", "zz")
-    with pytest.raises(NotFoundError, match="no version"):
-        registry.resolve("reward", "../../etc")
+async def test_a_retired_version_that_was_displaced_does_not_come_back(opened: Open) -> None:
+    registry = await opened(max_versions=1)
+    retired = (await registry.submit("ann", constant(1, point=False))).manifest.hash
+    await registry.retire("ann", "reward", retired)
+    await registry.submit("ann", constant(2, point=False))
+    with pytest.raises(ConflictError, match="was retired"):
+        await registry.submit("ann", constant(1))
 
 
 async def test_versions_that_names_pointed_to_stay_and_more_than_allowed_are_refused(
@@ -314,43 +316,28 @@ async def test_a_flood_of_versions_that_no_name_points_to_displaces_itself(opene
     assert again.names() == before
 
 
-async def test_a_retired_version_that_was_displaced_does_not_come_back(opened: Open) -> None:
-    registry = await opened(max_versions=1)
-    retired = (await registry.submit("ann", constant(1, point=False))).manifest.hash
-    await registry.retire("ann", "reward", retired)
-    await registry.submit("ann", constant(2, point=False))
-    with pytest.raises(ConflictError, match="was retired"):
-        await registry.submit("ann", constant(1))
-
-
-async def test_a_diff_shows_what_changed(opened: Open) -> None:
-    registry = await opened()
-    one = (await registry.submit("ann", constant(1))).manifest.hash
-    await registry.submit("ann", constant(2))
-    lines = registry.diff("reward", one, "").splitlines()
-    assert lines[-2:] == ["-    return 1", "+    return 2"]
-
-
 BATCH = """
 def compute_score_batched(data_sources, solution_strs, ground_truths, extra_infos):
     return [float(s == t) for s, t in zip(solution_strs, ground_truths)]
 """
 
 
-async def test_a_batch_function_is_called_with_lists(opened: Open) -> None:
+async def test_a_function_is_called_as_its_kind_says(opened: Open) -> None:
+    """A batch function with lists; the steps of a process function add up to the reward."""
     registry = await opened()
     await registry.submit("ann", constant(1, source=BATCH, kind=FunctionKind.BATCH))
     assert [s for s, _ in await scored(registry, sample("x", 0), sample("y", 1))] == [1.0, 0.0]
-
-
-async def test_a_process_function_gives_step_scores_whose_sum_is_the_reward(opened: Open) -> None:
-    registry = await opened()
     source = HEAD + "    return [1, 0.5, -0.25]\n"
     await registry.submit("ann", constant(1, source=source, kind=FunctionKind.PROCESS))
     (score,) = await registry.judge.score([sample()])
     assert score.score == 1.25
     wanted = {"compute_score": 1.25, "steps": 3.0, "step_min": -0.25, "step_mean": 1.25 / 3}
     assert score.components == pytest.approx(wanted)
+    source = HEAD + "    return 1.0\n"
+    await registry.submit("ann", constant(1, source=source, kind=FunctionKind.PROCESS))
+    (score,) = await registry.judge.score([sample()])
+    assert score.outcome is Outcome.INFRA_FAULT
+    assert "returned float; want a list of step scores" in score.reason
 
 
 async def test_a_version_gets_the_limits_that_it_asks_for(opened: Open) -> None:
@@ -364,33 +351,6 @@ async def test_a_version_gets_the_limits_that_it_asks_for(opened: Open) -> None:
     assert (score.outcome, score.reward_hash) == (Outcome.TIMEOUT, limited.manifest.hash)
     assert score.reason.startswith("no score after 0.2 s")
     assert await registry.score("reward", plain.manifest.hash, [sample("0.3")])
-
-
-@pytest.mark.parametrize(
-    ("limits", "line"),
-    [
-        ({"deadline_s": 11.0}, "limit deadline_s = 11.0 exceeds what the operator allows (10.0)"),
-        ({"deadlines": 1.0}, "no limit 'deadlines'; did you mean 'deadline_s'? "),
-        ({"processes": 0.5}, "limit processes: Input should be a valid integer"),
-    ],
-)
-async def test_limits_that_the_operator_does_not_allow_are_named(
-    opened: Open, limits: dict[str, float], line: str
-) -> None:
-    registry = await opened()
-    with pytest.raises(UserError) as refused:
-        await registry.submit("ann", constant(1, limits=limits))
-    assert str(refused.value).startswith(line)
-    assert registry.names() == []
-
-
-async def test_a_kind_that_returns_another_shape_gives_a_fault_that_says_so(opened: Open) -> None:
-    registry = await opened()
-    source = HEAD + "    return 1.0\n"
-    await registry.submit("ann", constant(1, source=source, kind=FunctionKind.PROCESS))
-    (score,) = await registry.judge.score([sample()])
-    assert score.outcome is Outcome.INFRA_FAULT
-    assert "returned float; want a list of step scores" in score.reason
 
 
 def wheel(files: dict[str, str]) -> bytes:
