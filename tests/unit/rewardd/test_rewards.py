@@ -9,20 +9,16 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.types import Json, Outcome, Sample, Uid
+from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.rewards import (
     _equality,
-    exact_match,
     format,
     gsm8k,
     length,
     math,
-    math_dapo,
-    math_reward,
     prime_math,
-    search_qa,
     verl,
 )
 
@@ -67,108 +63,11 @@ async def test_the_public_pairs_have_their_scores_through_the_processes() -> Non
         assert score.components == {"verl": result["score"], "acc": float(result["acc"])}
 
 
-@pytest.mark.parametrize(
-    ("solution", "truth", "score"),
-    [
-        ("so\n#### 42", "42", 1.0),
-        ("#### 1,234", "1234", 1.0),
-        ("#### -7", "-7", 1.0),
-        ("#### 42.0", "42", 0.0),
-        ("#### 18.", "18", 0.0),
-        ("#### $12", "12", 0.0),
-        ("####42", "42", 0.0),
-        ("42", "42", 0.0),
-        ("#### 1 then #### 2", "2", 1.0),
-        ("#### 42" + " x" * 200, "42", 0.0),
-    ],
-)
-def test_under_verls_conventions_gsm8k_compares_the_last_marked_number_as_text(
-    solution: str, truth: str, score: float
-) -> None:
-    config = gsm8k.Config(conventions="verl")
-    assert gsm8k.compute_score("openai/gsm8k", solution, truth, config=config) == score
-
-
 def test_gsm8k_flexible_takes_the_last_number_and_pays_for_the_form() -> None:
     config = gsm8k.Config(method="flexible", format_score=0.1, conventions="verl")
     assert gsm8k.compute_score("", "it is 42.", "42.", config=config) == 1.0
     assert gsm8k.compute_score("", "5 apples . , .", "6", config=config) == 0.1
     assert gsm8k.compute_score("", "none", "5", config=config) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("solution", "truth", "score"),
-    [
-        (r"\boxed{0.5}", r"\frac{1}{2}", 1.0),
-        (r"\boxed{1/2}", "0.5", 1.0),
-        (r"\boxed{\dfrac12}", r"\frac{1}{2}", 1.0),
-        (r"\boxed{10\%}", "10", 1.0),
-        (r"\boxed{\sqrt3}", r"\sqrt{3}", 1.0),
-        (r"\boxed{5\text{ cm}}", "5", 1.0),
-        (r"\boxed{\text{yes}}", "yes", 0.0),
-        (r"\fbox{9}", "9", 0.0),
-        (r"\boxed 7$ end", "7", 1.0),
-        (r"\boxed{1} or \boxed{2}", "1", 0.0),
-        (r"\boxed{.5}", "0.5", 1.0),
-        (r"\boxed{\frac}", r"\frac", 1.0),
-        ("7", "7", 0.0),
-        (r"\boxed{", "x", 0.0),
-    ],
-)
-def test_under_verls_conventions_math_reward_compares_spellings(
-    solution: str, truth: str, score: float
-) -> None:
-    config = math_reward.Config(conventions="verl")
-    assert math_reward.compute_score("lighteval/MATH", solution, truth, config=config) == score
-
-
-@pytest.mark.parametrize(
-    ("solution", "truth", "right", "prediction"),
-    [
-        ("Answer: $42$", "42", True, "42"),
-        ("ANSWER : x = 7", "7", True, "7"),
-        ("Answer: 1,000 dollars", "1000", True, "1000"),
-        (r"Answer: \boxed{\frac12}", r"\frac{1}{2}", True, r"\frac{1}{2}"),
-        (r"Answer: \text{yes}", "yes", True, "yes"),
-        (r"\boxed{42}" + " " * 120, "42", False, "[INVALID]"),
-        ("42", "42", False, "[INVALID]"),
-    ],
-)
-def test_under_verls_conventions_math_dapo_reads_the_answer_line(
-    solution: str, truth: str, right: bool, prediction: str
-) -> None:
-    config = math_dapo.Config(conventions="verl")
-    result = math_dapo.compute_score("math_dapo", solution, truth, config=config)
-    assert result == {"score": 1.0 if right else -1.0, "acc": right, "pred": prediction}
-
-
-@pytest.mark.parametrize(
-    ("solution", "truth", "score"),
-    [
-        (r"\boxed{0.5}", r"\frac{1}{2}", 1.0),
-        (r"\boxed{2\pi}", r"2\pi", 1.0),
-        (r"\boxed{6.28}", r"2\pi", 1.0),
-        (r"\boxed{6.2831853}", r"2\pi", 1.0),
-        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
-        (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}", 1.0),
-        (r"\boxed{(1, 2)}", "(1,2)", 1.0),
-        (r"\boxed{(1, 3)}", "(1,2)", 0.0),
-        (r"\boxed{[1, 2)}", "(1,2]", 0.0),
-        (r"\boxed{1,000}", "1000", 1.0),
-        (r"\boxed{50\%}", "50", 1.0),
-        (r"\boxed{5}", "4", 0.0),
-        (r"\boxed{}", "4", 0.0),
-        (r"\fbox{4}", "4", 1.0),
-        ("4", "4", 1.0),
-        ("it is 4", "4", 1.0),
-        ("it is x", "4", 0.0),
-    ],
-)
-def test_under_verls_conventions_prime_math_grades_by_algebra(
-    solution: str, truth: str, score: float
-) -> None:
-    config = prime_math.Config(conventions="verl")
-    assert prime_math.compute_score("numina_olympiads", solution, truth, config=config) == score
 
 
 @pytest.mark.parametrize(
@@ -195,25 +94,6 @@ def test_a_name_that_python_knows_is_a_symbol_for_algebra() -> None:
     assert prime_math.arithmetic("open('x')") is None
 
 
-@pytest.mark.parametrize(
-    ("solution", "target", "score"),
-    [
-        ("<answer>The  Eiffel-Tower!</answer>", ["eiffeltower"], 1.0),
-        ("<answer>Paris</answer>", "paris", 1.0),
-        ("<answer>Paris</answer>" * 11, "paris", 0.25),
-        ("<answer>Paris</answer>" * 10, "paris", 1.0),
-        ("<answer>Paris</answer><answer>Rome</answer>", "paris", 0.0),
-        ("<answer>Paris", "paris", 0.0),
-    ],
-)
-def test_under_verls_conventions_search_qa_matches_the_last_answer(
-    solution: str, target: Json, score: float
-) -> None:
-    config = search_qa.Config(conventions="verl")
-    truth = {"target": target}
-    assert search_qa.compute_score("searchR1_nq", solution, truth, config=config) == score
-
-
 def test_a_data_source_without_a_scorer_is_an_error_and_not_scored() -> None:
     with pytest.raises(UserError, match="no scorer for data_source 'mine'"):
         verl.compute_score("mine", "", "")
@@ -233,20 +113,6 @@ def test_geometry_pays_a_tenth_for_the_form() -> None:
     assert verl.compute_score("hiyouga/geometry3k", r"\boxed{4}", "4") == pytest.approx(0.9)
 
 
-@pytest.mark.parametrize(
-    ("solution", "truth", "score"),
-    [
-        (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
-        ("the answer is $x = 3$", "3", 1.0),
-        (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0),
-        (r"\boxed{7}", "8", 0.0),
-        ("I do not know", "8", 0.0),
-    ],
-)
-def test_math_verifies_by_value(solution: str, truth: str, score: float) -> None:
-    assert math.compute_score("", solution, truth) == score
-
-
 def test_math_can_insist_on_a_box() -> None:
     boxed = math.Config(boxed_only=True)
     assert math.compute_score("", "it is 3", "3", config=boxed) == 0.0
@@ -262,16 +128,6 @@ def test_math_without_its_package_says_what_to_install(monkeypatch: pytest.Monke
         math.prepare()
     with pytest.raises(ConfigError, match=r"pip install 'meshrl\[rewards\]'"):
         math.compute_score("", r"\boxed{1}", "1", config=config)
-
-
-def test_exact_match_finds_the_answer_and_compares_it() -> None:
-    after, either = exact_match.Config(after="#"), exact_match.Config(ignore_case=True)
-    number = exact_match.Config(pattern=r"= (\d+)")
-    assert exact_match.compute_score("", "q=3;s=6#6 ", 6, config=after) == 1.0
-    assert exact_match.compute_score("", "6", "6", config=after) == 0.0
-    assert exact_match.compute_score("", " Yes", ["no", "yes"], config=either) == 1.0
-    assert exact_match.compute_score("", "x = 1, y = 22", "22", config=number) == 1.0
-    assert exact_match.compute_score("", "none", "22", config=number) == 0.0
 
 
 def test_format_wants_each_tag_once_and_in_order() -> None:

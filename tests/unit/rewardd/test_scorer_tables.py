@@ -107,7 +107,8 @@ def result(options: dict[str, Any], truth: str, response: str) -> bool:
 def by_source(options: dict[str, Any], truth: str, response: str) -> bool:
     source = options.get("source", "lighteval/MATH")
     wanted = {"target": truth} if source.startswith("search") else truth
-    found = verl.compute_score(source, response, wanted)
+    config = verl.Config(conventions=options.get("conventions", "meshrl"))
+    found = verl.compute_score(source, response, wanted, config=config)
     return bool((found["score"] if isinstance(found, dict) else found) == 1.0)
 
 
@@ -156,7 +157,7 @@ SCORERS: dict[str, dict[str, Scorer]] = {
         "code_outputs": lambda options, truth, response: code.same_output(response, truth),
         "code_results": result,
     },
-    "verl": dict.fromkeys(("verl", "equality"), by_source),
+    "verl": dict.fromkeys(("verl", "verl_conventions", "equality"), by_source),
     "reasoning_gym": {"gym": by_task},
 }
 
@@ -204,6 +205,10 @@ def test_an_empty_cell_is_no_ground_truth(truth: Any) -> None:
         tool_use.compute_score("", "", truth)
     with pytest.raises(UserError, match="ground truth"):
         exact_match.compute_score("", "x", ["x", truth])
+
+
+def test_a_number_is_a_ground_truth_as_its_text_is() -> None:
+    assert exact_match.compute_score("", "6", 6) == 1.0
 
 
 def test_a_ground_truth_that_is_no_number_is_no_answer_to_gsm8k() -> None:
