@@ -6,6 +6,7 @@ No SGLang runs here: what is proved is that the engine does the right thing with
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -15,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
-from meshrl.contract.errors import InfraError, MeshError, UserError
+from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.engines.sglang import LOADER, build
 from meshrl.rollout.ports import UNSERVED
@@ -243,12 +243,11 @@ async def test_running_requests_keep_their_cache_in_flight_and_recompute_it_when
     assert set(cache_marks(later)) == {2}
 
 
-@pytest.mark.parametrize("on_update", list(OnUpdate))
 async def test_prefixes_that_another_engine_cached_under_the_same_label_are_not_found(
-    make: Maker, on_update: OnUpdate
+    make: Maker,
 ) -> None:
     owner = await make()
-    for step in (1, 2):
+    for step, on_update in enumerate([*OnUpdate, *OnUpdate], 1):
         engine = await make(url=owner.url)
         manifest, buckets = weights(Version(1, step))
         same_label = Version(5, 0)
@@ -269,16 +268,6 @@ async def test_prefixes_that_another_engine_cached_between_two_loads_are_not_fou
         await sample(engine, ask("a"))  # cached by other weights under the salt of the first load
     again = await sample(engine, ask("a"))  # the engine has loaded its weights again
     assert set(cache_marks(first)) == set(cache_marks(again)) == {1}
-
-
-async def test_every_token_of_the_context_can_be_used(make: Maker) -> None:
-    engine = await make()
-    await commit(engine, 1)
-    most = engine.max_model_len
-    for prompt in (most - 10, most - 1):
-        request = replace(ask("a"), prompt_ids=np.full(prompt, 3, dtype=np.int32))
-        request = replace(request, sampling=replace(request.sampling, max_tokens=most - prompt))
-        assert len((await sample(engine, request)).tokens) == most - prompt
 
 
 @pytest.mark.parametrize(
@@ -312,29 +301,30 @@ FAILURES = [
 ]
 
 
-@pytest.mark.parametrize(("route", "status", "message"), FAILURES, ids=lambda each: str(each)[:40])
 async def test_a_server_whose_update_failed_is_replaced_and_serves_nothing_until_the_next_version(
-    make: Maker, route: str, status: int, message: str
+    make: Maker,
 ) -> None:
     engine = await make()
-    await commit(engine, 1)
-    poisoned = engine.url
-    await fault(poisoned, route=route, status=status, message=message)
-    running = await begun(engine, label=NEVER)
-    with pytest.raises(
-        InfraError, match=f"loading weights 1.2 failed in SGLang: .*{route}"
-    ) as said:
-        await commit(engine, 2, OnUpdate.INTERRUPT)
-    assert message[:40] in str(said.value) and "\n" not in str(said.value)
-    assert engine.version == UNSERVED
-    waiting = asyncio.create_task(sample(engine, ask("b")))
-    await commit(engine, 3)
-    assert engine.url != poisoned
-    with pytest.raises(InfraError):
-        await running  # its server is gone
-    answer = await waiting
-    assert [span.version.step for span in answer.spans] == [3]
-    assert mislabelled(answer) == 0
+    for number, (route, status, message) in enumerate(FAILURES):
+        good, bad, next_one = range(3 * number, 3 * number + 3)
+        await commit(engine, good)
+        poisoned = engine.url
+        await fault(poisoned, route=route, status=status, message=message)
+        running = await begun(engine, label=NEVER)
+        with pytest.raises(
+            InfraError, match=f"loading weights 1.{bad} failed in SGLang: .*{route}"
+        ) as said:
+            await commit(engine, bad, OnUpdate.INTERRUPT)
+        assert message[:40] in str(said.value) and "\n" not in str(said.value)
+        assert engine.version == UNSERVED
+        waiting = asyncio.create_task(sample(engine, ask("b")))
+        await commit(engine, next_one)
+        assert engine.url != poisoned
+        with pytest.raises(InfraError):
+            await running  # its server is gone
+        answer = await waiting
+        assert [span.version.step for span in answer.spans] == [next_one]
+        assert mislabelled(answer) == 0
 
 
 async def test_tokens_of_half_a_version_are_never_delivered(make: Maker) -> None:
@@ -378,17 +368,6 @@ async def test_a_staged_file_that_is_gone_fails_a_broadcast_like_any_other_load(
         await engine.commit_weights(Version(1, 2), OnUpdate.IN_FLIGHT)
     await commit(engine, 3)
     assert mislabelled(await sample(engine, ask("b"))) == 0
-
-
-async def test_a_failed_update_poisons_a_server_that_cannot_be_replaced(make: Maker) -> None:
-    owner = await make()
-    engine = await make(url=owner.url)
-    await commit(engine, 1)
-    await fault(owner.url, route="/end_weight_update", status=400, message="no")
-    with pytest.raises(InfraError, match="failed in SGLang"):
-        await commit(engine, 2)
-    with pytest.raises(MeshError, match="half loaded: restart it"):
-        await sample(engine, ask("a"))
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["does_not_sleep", "dies_asleep"])
@@ -448,21 +427,19 @@ async def test_a_server_that_dies_during_a_broadcast_is_replaced_and_joined_agai
     assert mislabelled(await sample(engine, ask("a"))) == 0
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["status", "event"])
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [(503, InfraError), (500, InfraError), (429, InfraError), (400, UserError)],
-)
-async def test_a_refused_request_fails_alone(
-    make: Maker, status: int, kind: type[Exception], streamed: bool
-) -> None:
+REFUSALS = [(503, InfraError), (500, InfraError), (429, InfraError), (400, UserError)]
+
+
+async def test_a_refused_request_fails_alone(make: Maker) -> None:
+    """Refused by its status or by an event of its stream."""
     engine = await make()
     await commit(engine, 1)
-    refusal = {"status": status, "message": "The queue is full.", "streamed": streamed}
-    await fault(engine.url, route="/generate", **refusal)
-    with pytest.raises(kind, match="The queue is full"):
-        await sample(engine, ask("a"))
-    assert len((await sample(engine, ask("b"))).tokens) == 12
+    for (status, kind), streamed in itertools.product(REFUSALS, (False, True)):
+        refusal = {"status": status, "message": "The queue is full.", "streamed": streamed}
+        await fault(engine.url, route="/generate", **refusal)
+        with pytest.raises(kind, match="The queue is full"):
+            await sample(engine, ask("a"))
+        assert len((await sample(engine, ask("b"))).tokens) == 12
 
 
 async def test_a_silent_server_fails_the_request_and_is_replaced(make: Maker) -> None:
@@ -477,33 +454,30 @@ async def test_a_silent_server_fails_the_request_and_is_replaced(make: Maker) ->
     assert engine.url != silent
 
 
-@pytest.mark.parametrize(
-    ("route", "body", "said"),
-    [
-        ("/abort_request", {"abort_all": True}, "ended a request by itself: abort"),
-        # It aborts everything unless told not to.
-        ("/update_weight_version", {"new_version": "1.5"}, "ended a request by itself: abort"),
-        (
-            "/update_weight_version",
-            {"new_version": "9.9", "abort_all_requests": False},
-            "by '9.9', the server was left at 1.1: another program changes its weights",
-        ),
-    ],
-    ids=["abort", "relabel", "relabel quietly"],
-)
-async def test_responses_that_another_client_changed_are_faults(
-    make: Maker, route: str, body: dict[str, object], said: str
-) -> None:
+CHANGES = [
+    ("/abort_request", {"abort_all": True}, "ended a request by itself: abort"),
+    # It aborts everything unless told not to.
+    ("/update_weight_version", {"new_version": "1.5"}, "ended a request by itself: abort"),
+    (
+        "/update_weight_version",
+        {"new_version": "9.9", "abort_all_requests": False},
+        "by '9.9', the server was left at 1.1: another program changes its weights",
+    ),
+]
+
+
+async def test_responses_that_another_client_changed_are_faults(make: Maker) -> None:
     engine = await make("--step-s", "0.001")
     await commit(engine, 1)
-    running = await begun(engine, label=str(body.get("new_version", NEVER)))
-    await post(engine.url, route, body)
-    with pytest.raises(InfraError, match=said):
-        await running
-    await fault(engine.url, holds=[])
-    after = await sample(engine, ask("b"))
-    assert [span.version.step for span in after.spans] == [1]
-    assert mislabelled(after) == 0
+    for route, body, said in CHANGES:
+        running = await begun(engine, label=str(body.get("new_version", NEVER)))
+        await post(engine.url, route, body)
+        with pytest.raises(InfraError, match=said):
+            await running
+        await fault(engine.url, holds=[])
+        after = await sample(engine, ask("b"))
+        assert [span.version.step for span in after.spans] == [1]
+        assert mislabelled(after) == 0
 
 
 # Requests
