@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
@@ -67,17 +68,35 @@ def rank_of(mesh: Mesh, number: int) -> int:
     raise AssertionError(f"no rank {number} beside {launcher}:\n{mesh.output[-3000:]}")
 
 
+@pytest.fixture(scope="module")
+def unscored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mesh, Popen[bytes]]]:
+    """A run whose reward never scores: it ends by itself, after a minute of waiting beside the other tests."""
+    folder = tmp_path_factory.mktemp("unscored")
+    changes = {
+        "reward": {"deadline_s": 0.3, "workers": 2},
+        "queue": {"max_staleness": 1, "lease_ttl_s": 5, "max_attempts": 1},
+        "trainer": {"val_before_train": False, "total_training_steps": 4},
+    }
+    mesh = make_mesh(folder, changes)
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    raise ValueError('no such table')\n"
+    )
+    with mesh.up() as process:
+        yield mesh, process
+
+
+@pytest.mark.usefixtures("unscored")
 async def test_a_run_goes_on_whoever_is_killed_and_drains_at_ctrl_c(tmp_path: Path) -> None:
-    """Queue, reference, feeder, the preloaders, rollout, reward and one of the trainer's two ranks."""
+    """Queue, the preloaders, reference, feeder, rollout, reward and one of the trainer's two ranks."""
     changes = {
         "trainer": {"total_training_steps": 100_000, "save_freq": 3, "test_freq": -1, "nproc": 2}
     }
     mesh = make_mesh(tmp_path, changes, reference=True)
     with mesh.up() as process:
-        for victim in ("queue", "reference", "feeder"):
-            mesh.wait_for_step(process, len(mesh.steps()) + 1)
-            await kill(mesh.pid(victim))
-        services = ("queue", "reference", "reward", "rollout-0", "trainer")
+        mesh.wait_for_step(process, 1)
+        await kill(mesh.pid("queue"))
+        services = ("queue", "reference", "feeder", "reward", "rollout-0", "trainer")
         await until(lambda: all(runs(mesh, name) for name in services))
         before = {name: mesh.pid(name) for name in services}
         assert "without the preloader" not in mesh.output
@@ -91,8 +110,9 @@ async def test_a_run_goes_on_whoever_is_killed_and_drains_at_ctrl_c(tmp_path: Pa
         await gone(second)
         mesh.wait_for_step(process, len(mesh.steps()) + 1)
         assert {name: mesh.pid(name) for name in services} == before
-        for pid in (before["rollout-0"], before["reward"], rank_of(mesh, 1)):
-            await kill(pid)
+        for victim in ("reference", "feeder", "rollout-0", "reward"):
+            await kill(before[victim])
+        await kill(rank_of(mesh, 1))
         mesh.wait_for_step(process, len(mesh.steps()) + 2)
         process.send_signal(signal.SIGINT)
         mesh.wait(process, code=128 + signal.SIGINT)
@@ -114,27 +134,6 @@ def test_a_reward_that_cannot_be_loaded_ends_in_one_line(tmp_path: Path) -> None
     errors = [line for line in mesh.output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "compute_score" in errors[0], mesh.output
     assert "Traceback" not in mesh.output
-
-
-async def test_a_reward_that_never_scores_ends_in_one_line(tmp_path: Path) -> None:
-    changes = {
-        "reward": {"deadline_s": 0.3, "workers": 2},
-        "queue": {"max_staleness": 1, "lease_ttl_s": 5, "max_attempts": 1},
-        "trainer": {"val_before_train": False, "total_training_steps": 4},
-    }
-    mesh = make_mesh(tmp_path, changes)
-    (tmp_path / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    raise ValueError('no such table')\n"
-    )
-    with mesh.up("reward.custom_reward_function.path=" + str(tmp_path / "reward.py")) as process:
-        mesh.wait(process, code=Exit.USER_ERROR)
-    errors = [line for line in mesh.output.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "no such table" in errors[0], mesh.output[-3000:]
-    assert "rows were dead-lettered" in errors[0]
-    ledger = await mesh.ledger()
-    assert ledger.balanced and ledger.trained == 0, ledger
-    assert sum(ledger.dead_lettered.values()) >= 16, ledger
 
 
 @pytest.mark.parametrize("damage", ["cut", "page"])
@@ -262,3 +261,16 @@ async def test_a_disk_too_full_for_a_checkpoint_ends_in_one_line(tmp_path: Path)
         assert (await mesh.ledger()).balanced
         mesh.run()
         await balanced(mesh, 6)
+
+
+async def test_a_reward_that_never_scores_ends_in_one_line(
+    unscored: tuple[Mesh, Popen[bytes]],
+) -> None:
+    mesh, process = unscored
+    mesh.wait(process, code=Exit.USER_ERROR)
+    errors = [line for line in mesh.output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "no such table" in errors[0], mesh.output[-3000:]
+    assert "rows were dead-lettered" in errors[0]
+    ledger = await mesh.ledger()
+    assert ledger.balanced and ledger.trained == 0, ledger
+    assert sum(ledger.dead_lettered.values()) >= 16, ledger
