@@ -178,7 +178,8 @@ def _program(call: Mapping[str, Any]) -> str | None:
         and words[1] != __name__
     ):
         return words[1]
-    return words[0] if words[0].startswith(f"{ROOT}/tests/") else None
+    ours = (f"{ROOT}/tests/", f"{ROOT}/docs/examples/")
+    return words[0] if words[0].startswith(ours) else None
 
 
 def _request(

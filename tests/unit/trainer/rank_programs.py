@@ -22,6 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from meshrl.config.loading import Written
 from meshrl.contract.errors import InfraError
 from meshrl.contract.ports import Queue, WeightSource
 from meshrl.contract.rows import reward_write, rollout_write
@@ -39,8 +40,9 @@ from meshrl.trainer.loop.context import RunContext, TrainerSettings
 from meshrl.trainer.loop.loop import Trainer
 from meshrl.trainer.model.policy import build_policy, load_hf, open_hf
 from meshrl.trainer.model.snapshot import take_snapshot
-from meshrl.trainer.offline import sft
-from meshrl.trainer.offline.config import SftConfig
+from meshrl.trainer.offline import dpo, sft
+from meshrl.trainer.offline.config import DpoConfig, SftConfig
+from meshrl.trainer.offline.loop import OfflineProgress
 from meshrl.trainer.ranks import world as ranks_world
 from meshrl.trainer.ranks.peers import Peers, Seat, came
 from meshrl.trainer.ranks.world import Compute, World
@@ -340,6 +342,19 @@ def save_and_die(model: str, target: str, ranks: int, rounds: int) -> None:
     for number in range(rounds):
         committed = round_of(Path(model), Path(target, str(number)), ranks, draw)
         print(number, committed, flush=True)
+
+
+def dpo_that_is_killed(recipe: str, step: int) -> None:
+    """Learning from preferences, whose process is killed in this step."""
+
+    def report(progress: OfflineProgress) -> None:
+        if progress.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if not (child := os.fork()):
+        dpo.run(Written.read(Path(recipe), ()).as_config(DpoConfig), report)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
 STEPS = 2

@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +37,7 @@ from meshrl.trainer.offline.pairs import read_pairs
 from meshrl.trainer.offline.reward_training import bradley_terry, load_classifier, scoring_pack
 
 from ...pictures import make_model
+from .ranks import Ranks
 
 Row = dict[str, Any]
 
@@ -270,32 +267,15 @@ def test_a_bad_pair_is_named_by_file_and_line(
         dpo.run(DpoConfig(**fields))
 
 
-KILLED_AT_STEP_10 = """
-import os, signal, sys
-from pathlib import Path
-from meshrl.config.loading import Written
-from meshrl.trainer.offline import dpo
-from meshrl.trainer.offline.config import DpoConfig
-def report(progress):
-    if progress.step == 10:
-        os.kill(os.getpid(), signal.SIGKILL)
-dpo.run(Written.read(Path(sys.argv[1]), ()).as_config(DpoConfig), report)
-"""
-
-
 def test_a_run_that_was_killed_goes_on_to_the_same_weights_and_numbers(
-    text_model: Path, tmp_path: Path
+    text_model: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     fields = settings(text_model, tmp_path, steps=12, test_freq=5)
     whole = learnt(DpoConfig(**(fields | {"output_dir": tmp_path / "whole"})))
     killed = DpoConfig(**fields, save_freq=7)
     recipe = tmp_path / "dpo.yaml"
     recipe.write_text(yaml.safe_dump(killed.model_dump(mode="json")))
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED_AT_STEP_10, str(recipe)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == -signal.SIGKILL
+    ranks.run("dpo_that_is_killed", recipe, 10, output=tmp_path / "output")
     assert not (tmp_path / "out").exists()
     again = learnt(killed)
     assert [progress.step for progress in again] == [10, 12]  # from 7, the newest checkpoint
