@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from meshrl.contract.errors import UserError
@@ -97,6 +99,28 @@ def tells_others(url: str) -> bool:
         return parts.scheme == "http" and not is_loopback(parts.hostname or "localhost")
     except ValueError:
         return False
+
+
+def disconnect(peers: Iterable[str]) -> None:
+    """End this process's connections with `peers`, `host:port`, whoever in it has opened them; see shutdown(2)."""
+    wanted = {_endpoint(*peer.rpartition(":")[::2]) for peer in peers}
+    for descriptor in Path("/dev/fd").iterdir():
+        try:
+            with socket.socket(fileno=os.dup(int(descriptor.name))) as each:
+                of_network = each.family in (socket.AF_INET, socket.AF_INET6)
+                if of_network and _endpoint(*each.getpeername()[:2]) in wanted:
+                    each.shutdown(socket.SHUT_RDWR)
+        except OSError:  # no socket, or not connected
+            continue
+
+
+def _endpoint(host: str, port: str | int) -> tuple[object, int]:
+    """Comparable, however a socket or gRPC writes it; an IPv4 address that came over IPv6 is one of IPv4."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+        return getattr(address, "ipv4_mapped", None) or address, int(port)
+    except ValueError:
+        return host, -1
 
 
 def join_address(host: str, port: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from typing_extensions import override
 
@@ -226,12 +226,48 @@ def every_stage(stage: str) -> bool:
     return True
 
 
+Reserve: TypeAlias = Callable[[int], object]
+"""Is told how many bytes of payload are about to be read for an answer; raises BusyError where those are too many."""
+
+
+def unbounded(nbytes: int) -> None:
+    """Let any answer be read."""
+
+
 class HeartbeatQueue(Queue, Protocol):
     """The queue itself, to which workers send heartbeats."""
 
     @override
     async def open_run(self, spec: RunSpec, *, caller: str = "") -> RunState:
         """Raises CapacityError where `caller` has opened too many; "" may open as many as there may be."""
+        ...
+
+    @override
+    async def lease(
+        self,
+        runs: Sequence[str],
+        stage: str,
+        *,
+        worker: str,
+        limit: int,
+        at_least: int = 1,
+        version: Version | None = None,
+        wait_s: float,
+        reserve: Reserve = unbounded,
+    ) -> Lease:
+        """No row is leased where `reserve` raises BusyError."""
+        ...
+
+    @override
+    async def fetch(
+        self,
+        run: str,
+        blocks: Sequence[RowBlock],
+        columns: Sequence[str],
+        *,
+        reserve: Reserve = unbounded,
+    ) -> Sequence[RowBlock]:
+        """Nothing is read where `reserve` raises BusyError."""
         ...
 
     def heartbeat(

@@ -1,32 +1,52 @@
 """How much a server holds at once: connections, calls, bytes; in all, for one address and for one role.
 
     connection ──▶ gRPC, which closes the one too many before it reads a byte
-    call ──▶ `by_address` ──▶ identity ──▶ `by_role` ──▶ the servicer
-                 refused: BusyError (RESOURCE_EXHAUSTED); nothing was done, and clients try again
+    call ──▶ `by_address` ──▶ identity ──▶ `by_role` ──▶ the servicer ──▶ an answer, which the caller reads
+                 refused: BusyError (RESOURCE_EXHAUSTED);                 or its connection is closed
+                 nothing was done, and clients try again
 
-One address, and one role, has three quarters of what there is, so that others find room. Whoever watches health, for
-which nobody needs a credential, has a sixteenth; to ask for health once is always possible.
+A call holds what it holds until its answer is sent. One address, and one role, has three quarters of what there is,
+so that others find room; answers are counted for each role alone. Whoever watches health, for which nobody needs a
+credential, has a sixteenth; to ask for health once is always possible.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, Final
 from urllib.parse import unquote
 
 from grpc_health.v1 import health
 from typing_extensions import override
 
+from meshrl.common.sockets import disconnect
 from meshrl.contract.errors import BusyError
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.identity import CALLER
 from meshrl.rpc.interceptors import ANSWERED, RECEIVED, Answered, Behavior, Context
-from meshrl.rpc.transport import MAX_ANSWER_BYTES, MAX_CALLS, MAX_CONNECTIONS, MAX_REQUEST_BYTES
+from meshrl.rpc.transport import (
+    LEAST_RATE,
+    MAX_ANSWER_BYTES,
+    MAX_CALLS,
+    MAX_CONNECTIONS,
+    MAX_REQUEST_BYTES,
+    PATIENCE_S,
+)
+
+log = logging.getLogger(__name__)
 
 HEALTH_CHECK: Final = f"/{health.SERVICE_NAME}/Check"
 HEALTH_WATCH: Final = f"/{health.SERVICE_NAME}/Watch"
 SHARE: Final = 3 / 4
 HEALTH_SHARE: Final = 1 / 16
+SMALL_BYTES: Final = 64 << 10
+"""A single message up to this size is counted as a call only."""
+DISCONNECT_S: Final = 1.0
+"""Slow callers are disconnected together, so often."""
 
 
 class CallLimits:
@@ -45,7 +65,7 @@ class CallLimits:
         Args:
             calls: Calls that run.
             request_bytes: Bytes of requests that are received or worked on.
-            answer_bytes: Bytes of payload that are read and not sent.
+            answer_bytes: Bytes that are read and not sent, for the callers of one role.
             connections: Open connections.
         """
         self.options = (
@@ -57,8 +77,9 @@ class CallLimits:
         """Of the server."""
         self._calls = _Room("calls", calls)
         self._bytes = _Room("bytes of requests", request_bytes)
-        self._answers = _Room("bytes of answers", answer_bytes)
+        self._answers = defaultdict[str, _Room](partial(_Room, "bytes of answers", answer_bytes))
         self._roles = _Room("calls", calls)
+        self._slow = _SlowCallers()
 
     def by_address(self, method: str, behavior: Behavior) -> Behavior:
         """Interceptor before the caller is known."""
@@ -70,38 +91,138 @@ class CallLimits:
             address = _address(context.peer())
             calls.take(address, 1)
             received = _Held(held_bytes, address)
-            answered = _Held(self._answers, address)
-            ANSWERED.set(answered)
+
+            def end() -> None:
+                received.end()
+                calls.give_back(address, 1)
+
             try:
                 if isinstance(request, bytes):
                     received(len(request))
                 else:
                     RECEIVED.set(received)
-                return await behavior(request, context)
-            finally:
-                received.end()
-                answered.end()
-                calls.give_back(address, 1)
+                answer = await behavior(request, context)
+            except BaseException:
+                end()
+                raise
+            _when_sent(answer, context, end)
+            return answer
 
         return run
 
     def by_role(self, method: str, behavior: Behavior) -> Behavior:
         """Interceptor once the caller is known."""
-        if method == HEALTH_CHECK:
-            return behavior
         share = HEALTH_SHARE if method == HEALTH_WATCH else SHARE
         calls, anybody = self._roles, f"{method} for anybody"
+        counted = method != HEALTH_CHECK
 
         async def run(request: Any, context: Context) -> Any:
             roles = CALLER.get().roles
             role = _role(roles) if roles else anybody
-            calls.take(role, 1, share)
+            if counted:
+                calls.take(role, 1, share)
+            answered = _Held(self._answers[role], _address(context.peer()))
+            ANSWERED.set(answered)
+            reader = _Reader(context, self._slow)
+
+            def end() -> None:
+                reader.sent()
+                answered.end()
+                if counted:
+                    calls.give_back(role, 1)
+
             try:
-                return await behavior(request, context)
-            finally:
-                calls.give_back(role, 1)
+                answer = await behavior(request, reader)
+                if answer is not None:
+                    size = _size(answer)
+                    if size > SMALL_BYTES:
+                        answered(size)
+                    reader.sends(size)
+            except BaseException:
+                end()
+                raise
+            _when_sent(answer, context, end)
+            return answer
 
         return run
+
+
+def _when_sent(answer: object, context: Context, end: Callable[[], object]) -> None:
+    """Call `end` when the answer is sent, or will never be: of a stream, None, all is sent."""
+    if answer is None:
+        end()
+    else:
+        context.add_done_callback(lambda _: end())
+
+
+def _size(message: Any) -> int:
+    return len(message) if isinstance(message, bytes) else message.ByteSize()
+
+
+class _Reader:
+    """The context of a call, whose caller loses its connection if it reads an answer too slowly.
+
+    The caller begins with PATIENCE_S. Each second that a message takes costs one of it, each LEAST_RATE bytes that
+    were sent give one back, up to PATIENCE_S. gRPC lets a server end no call alone while a message of it is on its
+    way: that would stay in memory.
+    """
+
+    def __init__(self, context: Context, slow: _SlowCallers) -> None:
+        self._context = context
+        self._slow = slow
+        self._left_s = PATIENCE_S
+        self._began = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, message: Any) -> None:
+        """Send one message of a stream."""
+        self.sends(_size(message))
+        try:
+            await self._context.write(message)
+        finally:
+            self.sent()
+
+    def sends(self, nbytes: int) -> None:
+        """A message is on its way."""
+        loop = asyncio.get_running_loop()
+        self._began = loop.time()
+        self._left_s += nbytes / LEAST_RATE
+        self._timer = loop.call_later(self._left_s, self._slow.add, self._context.peer())
+
+    def sent(self) -> None:
+        """It is there, or the call has ended. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            took_s = asyncio.get_running_loop().time() - self._began
+            self._left_s = min(PATIENCE_S, self._left_s - took_s)
+
+
+class _SlowCallers:
+    """Ends the connections of callers that do not read."""
+
+    def __init__(self) -> None:
+        self._peers: set[str] = set()
+
+    def add(self, peer: str) -> None:
+        """End it soon."""
+        if not self._peers:
+            asyncio.get_running_loop().call_later(DISCONNECT_S, self._disconnect)
+        self._peers.add(peer)
+
+    def _disconnect(self) -> None:
+        peers = {peer.partition(":")[2]: None for peer in self._peers}
+        self._peers.clear()
+        log.warning(
+            "%s read an answer at less than %g MiB a second for %g s: disconnected",
+            ", ".join(sorted(map(unquote, peers))[:10]),
+            LEAST_RATE / 2**20,
+            PATIENCE_S,
+        )
+        disconnect(map(unquote, peers))
 
 
 @lru_cache(maxsize=MAX_CONNECTIONS)
@@ -126,17 +247,15 @@ class _Held(Answered):
         self.held = 0
 
     @override
-    def __call__(self, more: int, *, there: bool = False) -> None:
-        if more < 0:
-            self._room.give_back(self._holder, -more)
-        else:
-            self._room.take(self._holder, more, there=there)
+    def __call__(self, more: int) -> None:
+        self._room.take(self._holder, more)
         self.held += more
 
+    @override
     def end(self) -> None:
-        """Hold nothing any more."""
         if self.held:
-            self(-self.held)
+            self._room.give_back(self._holder, self.held)
+            self.held = 0
 
 
 class _Room:
@@ -148,24 +267,24 @@ class _Room:
         self._used = 0
         self._used_by: dict[str, int] = {}
 
-    def take(self, holder: str, amount: int, share: float = SHARE, *, there: bool = False) -> None:
-        """Hold `amount` until it is given back; `there`: also beyond what there is.
+    def take(self, holder: str, amount: int, share: float = SHARE) -> None:
+        """Hold `amount` until it is given back. Whoever holds nothing may hold more than its share.
 
         Raises:
-            BusyError: that is more than there is, or than the holder's share.
+            BusyError: that is more than there is and something is held, or than the holder's share.
         """
-        used, mine = self._used + amount, self._used_by.get(holder, 0) + amount
-        if used > self._total and not there:
+        used, before = self._used + amount, self._used_by.get(holder, 0)
+        if used > self._total and self._used:
             raise BusyError(
                 f"this service holds {self._used} {self._what} and takes {self._total}: try again"
             )
-        if mine > (most := max(1, int(self._total * share))) and not there:
+        if before and before + amount > (most := max(1, int(self._total * share))):
             raise BusyError(
-                f"{holder} holds {mine - amount} {self._what} here and may hold {most}: try again"
+                f"{holder} holds {before} {self._what} here and may hold {most}: try again"
             )
         self._used = used
-        if mine:
-            self._used_by[holder] = mine
+        if before + amount:
+            self._used_by[holder] = before + amount
 
     def give_back(self, holder: str, amount: int) -> None:
         """What `take` took."""

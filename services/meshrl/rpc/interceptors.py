@@ -279,12 +279,11 @@ RECEIVED: ContextVar[Callable[[int], object]] = ContextVar("received", default=l
 class Answered:
     """Bytes of an answer that are in memory; this one counts none."""
 
-    def __call__(self, more: int, *, there: bool = False) -> None:
-        """Hold `more` bytes, or less if it is negative; `there`: they are in memory already, however many.
+    def __call__(self, more: int) -> None:
+        """Hold `more` bytes. Raises BusyError where that is more than there may be."""
 
-        Raises:
-            BusyError: that is more than there may be; with 0, the caller has all that it may have.
-        """
+    def end(self) -> None:
+        """Hold nothing any more."""
 
 
 ANSWERED: ContextVar[Answered] = ContextVar("answered", default=Answered())  # noqa: B039 (it holds nothing)

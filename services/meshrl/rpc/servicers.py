@@ -7,7 +7,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from meshrl.contract import codec, types
 from meshrl.contract.codec.compression import TAKES_COMPRESSED
-from meshrl.contract.errors import NotFoundError
+from meshrl.contract.errors import MeshError, NotFoundError
 from meshrl.contract.ports import HeartbeatQueue, Judge
 from meshrl.contract.types import EngineStats, TrainerPhase, TrainerStatus
 from meshrl.rpc.clients.operators import (
@@ -96,6 +96,10 @@ class TableServicer:
 
     async def answer(self, name: str, request: Any) -> Any:
         """Call the port's method of a row with the request's fields; return its answer as the row converts it."""
+        return self.table.methods[name].encode_answer(await self.call(name, request))
+
+    async def call(self, name: str, request: Any, **more: Any) -> Any:
+        """The answer of the port's method of a row, called with the request's fields and `more`."""
         method = self.table.methods[name]
         assert method.row.port is not None, (
             f"{method.path} has neither a port's method nor one here"
@@ -107,8 +111,8 @@ class TableServicer:
             arguments["wait_s"] = bounded(request.wait_s)
         called = method.row.port.__name__
         port = next(each for each in self._ports if hasattr(each, called))
-        answer = getattr(port, called)(**arguments)
-        return method.encode_answer(await answer if inspect.isawaitable(answer) else answer)
+        answer = getattr(port, called)(**arguments, **more)
+        return await answer if inspect.isawaitable(answer) else answer
 
     async def collected(self, name: str, requests: AsyncIterator[Any]) -> list[Any]:
         """All messages of a streamed request. Raises CapacityError beyond the row's bound, BusyError."""
@@ -144,13 +148,19 @@ class QueueServicer(TableServicer, table=QueueTable):
     async def Lease(
         self, request: queue_pb2.LeaseRequest, context: Context
     ) -> AsyncIterator[codec.Bulk[queue_pb2.LeaseResponse]]:
-        """A caller that leaves its answers unread gets no more rows: each answer has a lease's payload in memory."""
-        answered = ANSWERED.get()
-        answered(0)
-        messages = list(self._bulk(await self.answer("Lease", request), context))
-        answered(sum(message.ByteSize() for message in messages), there=True)
-        for message in messages:
-            yield message
+        """Rows whose answer is not sent go back untouched; none are leased where there is no room for the answer."""
+        lease: types.Lease = await self.call("Lease", request, reserve=ANSWERED.get())
+        unsent = True
+        try:
+            for message in self._bulk(codec.encode_lease(lease), context):
+                yield message
+            unsent = False
+        finally:
+            if unsent:
+                with suppress(
+                    MeshError
+                ):  # the run is removed, or the queue closes: nobody holds them
+                    await self._queue.release(lease.run, lease.stage, lease.token_of())
 
     async def Attend(
         self, request: queue_pb2.AttendRequest, context: Context
@@ -184,15 +194,13 @@ class QueueServicer(TableServicer, table=QueueTable):
         answered = ANSWERED.get()
         done, count = 0, FIRST_GROUPS
         while not done or done < len(asked):
-            answered(FETCH_BYTES)
             piece = asked[done : done + count]
-            blocks = await self._queue.fetch(request.run, piece, columns)
+            blocks = await self._queue.fetch(request.run, piece, columns, reserve=answered)
             nbytes = sum(len(frame.value) for block in blocks for frame in block.frames)
-            answered(nbytes - FETCH_BYTES)
             announced = 0 if done else len(asked)
             for message in self._bulk(codec.encode_fetched(blocks, announced), context):
                 yield message
-            answered(-nbytes)
+            answered.end()
             done += max(1, len(piece))
             count = min(8 * count, max(1, count * FETCH_BYTES // max(1, nbytes)))
 

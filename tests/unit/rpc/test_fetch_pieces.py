@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -13,7 +13,8 @@ import pytest
 from meshrl.contract import codec
 from meshrl.contract.errors import BusyError
 from meshrl.contract.frames import Frame, pack
-from meshrl.contract.types import Lease, LeasedBlock, RowBlock, Task
+from meshrl.contract.ports import Reserve
+from meshrl.contract.types import RowBlock
 from meshrl.rpc.call_limits import CallLimits
 from meshrl.rpc.interceptors import Context
 from meshrl.rpc.servicers import FETCH_BYTES, FIRST_GROUPS, QueueServicer
@@ -23,7 +24,6 @@ from ...waiting import until
 
 FETCH = "/meshrl.v1.Queue/Fetch"
 GROUPS = 24
-LEASE = pb.LeaseRequest(runs=["run"], stage="reward", worker="w", limit=1)
 GROUP_BYTES = 4_000_000
 
 
@@ -36,6 +36,9 @@ class Call:
     def peer(self) -> str:
         return "ipv4:10.0.0.1:50250"
 
+    def add_done_callback(self, done: Callable[[object], None]) -> None:
+        done(self)
+
 
 CONTEXT = cast("Context", Call())
 
@@ -47,30 +50,16 @@ class Payload:
         frame = pack([{"tokens": np.zeros(GROUP_BYTES // 4, dtype=np.int32)}])
         self.frame = Frame(frame)
         self.read: list[int] = []
-        self.leases = 0
 
     async def fetch(
-        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str]
+        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str], *, reserve: Reserve
     ) -> list[RowBlock]:
+        reserve(len(blocks) * GROUP_BYTES)
         self.read.append(len(blocks))
         return [
             RowBlock(task=b.task, indices=b.indices, attempts=b.attempts, frames=(self.frame,))
             for b in blocks
         ]
-
-    async def lease(self, runs: Sequence[str], stage: str, **_: Any) -> Lease:
-        self.leases += 1
-        task = codec.pack_task(Task(run="run", task_id="t", prompt_ids=np.zeros(3, dtype=np.int32)))
-        block = LeasedBlock(
-            task="t",
-            indices=(0,),
-            attempts=(0,),
-            token=1,
-            frames=(self.frame,) * 6,
-            deliveries=(1,),
-            packed=task,
-        )
-        return Lease(stage=stage, worker="w", ttl_s=1.0, blocks=(block,))
 
 
 def asked(count: int) -> list[RowBlock]:
@@ -111,10 +100,11 @@ async def test_answers_that_nobody_reads_are_bounded_and_their_bytes_come_back()
             begun.append(len((await anext(messages)).frames))
             await asyncio.Event().wait()
 
-    async def read_all(_: Any, context: Context) -> int:
-        return len([message async for message in servicer.Fetch(request(GROUPS), context)])
+    async def read_all(_: Any, context: Context) -> None:
+        messages = [message async for message in servicer.Fetch(request(GROUPS), context)]
+        assert len(messages) == GROUPS
 
-    stands_still = limits.by_address(FETCH, read_one)
+    stands_still = limits.by_role(FETCH, read_one)
     tasks = [asyncio.create_task(stands_still(b"", CONTEXT)) for _ in range(3)]
     await until(lambda: len(begun) == 3)
     with pytest.raises(BusyError, match=r"10\.0\.0\.1 holds \d+ bytes of answers here"):
@@ -123,29 +113,4 @@ async def test_answers_that_nobody_reads_are_bounded_and_their_bytes_come_back()
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     for _ in range(8):
-        assert await limits.by_address(FETCH, read_all)(b"", CONTEXT) == GROUPS
-
-
-async def test_whoever_leaves_leases_unread_gets_no_more_and_none_is_granted_for_nothing() -> None:
-    limits = CallLimits(answer_bytes=4 * FETCH_BYTES)
-    queue = Payload()
-    servicer = QueueServicer(cast("Any", queue))
-    begun: list[int] = []
-
-    async def read_one(_: Any, context: Context) -> None:
-        async with aclosing(servicer.Lease(LEASE, context)) as messages:
-            begun.append(len((await anext(messages)).frames))
-            await asyncio.Event().wait()
-
-    call = limits.by_address("/meshrl.v1.Queue/Lease", read_one)
-    tasks = [asyncio.create_task(call(b"", CONTEXT)) for _ in range(3)]
-    await until(lambda: len(begun) == 3)
-    with pytest.raises(BusyError, match="bytes of answers"):
-        await call(b"", CONTEXT)
-    assert queue.leases == 3
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    again = asyncio.create_task(call(b"", CONTEXT))
-    await until(lambda: len(begun) == 4)
-    again.cancel()
+        assert await limits.by_role(FETCH, read_all)(b"", CONTEXT) is None

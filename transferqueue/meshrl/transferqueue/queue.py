@@ -32,7 +32,7 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.contract.held_rows import HeldLeases, renewing
-from meshrl.contract.ports import HeartbeatQueue, every_stage
+from meshrl.contract.ports import HeartbeatQueue, Reserve, every_stage, unbounded
 from meshrl.contract.rows import DAMAGED, FAILED, UNTRAINABLE
 from meshrl.contract.types import (
     MEDIA,
@@ -315,6 +315,7 @@ class TransferQueue(HeartbeatQueue):
         at_least: int = 1,
         version: Version | None = None,
         wait_s: float,
+        reserve: Reserve = unbounded,
     ) -> Lease:
         """Waits for runs that are not open yet.
 
@@ -346,7 +347,7 @@ class TransferQueue(HeartbeatQueue):
                     elif run.enough(spec, min(limit, at_least)):
                         share = run.share(spec, worker, limit, at_least)
                         if share:
-                            lease = await self._grant(run, spec, worker, share)
+                            lease = await self._grant(run, spec, worker, share, reserve)
                             if lease is not None:
                                 return lease
                             break  # all that was granted is damaged: there may be more
@@ -467,7 +468,12 @@ class TransferQueue(HeartbeatQueue):
 
     @override
     async def fetch(
-        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str]
+        self,
+        run: str,
+        blocks: Sequence[RowBlock],
+        columns: Sequence[str],
+        *,
+        reserve: Reserve = unbounded,
     ) -> Sequence[RowBlock]:
         """Arrays are read-only. Raises UserError for a column that no stage writes."""
         state = self._worked(run)
@@ -478,7 +484,8 @@ class TransferQueue(HeartbeatQueue):
         unread: list[Unread] = []
         for rows in blocks:
             group, mask = state.resident(rows)
-            unread.append(wanted(group, rows, mask, stages, columns))
+            unread.append(wanted(group, rows, mask, stages, columns, with_task=with_media))
+        reserve(sum(each.nbytes for each in unread))
         await self._commit_log.flush()
         try:
             found = await self._payload.read(unread, columns, state.stages.writes)
@@ -596,13 +603,16 @@ class TransferQueue(HeartbeatQueue):
     def _deadline(self, wait_s: float) -> float:
         return asyncio.get_running_loop().time() + max(0.0, wait_s)
 
-    async def _grant(self, run: Run, stage: Stage, worker: str, limit: int) -> Lease | None:
-        """Grant rows, make that durable, read what the stage reads; a cancelled caller gives the rows back.
+    async def _grant(
+        self, run: Run, stage: Stage, worker: str, limit: int, reserve: Reserve
+    ) -> Lease | None:
+        """Grant rows, make that durable, read what the stage reads; a caller that gets no answer gives the rows back.
 
         Damaged rows become dead letters; None if no others were granted.
         """
         granted = run.grant(stage, worker, limit)
         try:
+            reserve(sum(each.nbytes for each in granted))
             await self._commit_log.flush()
             blocks, damaged = await self._payload.leased(granted, stage.reads, run.stages.writes)
             found = {*damaged, *[block.task for block in blocks]}
@@ -614,7 +624,7 @@ class TransferQueue(HeartbeatQueue):
                 await self._quarantine(run, stage, granted, damaged)
                 if not blocks:
                     return None
-        except asyncio.CancelledError:
+        except BaseException:
             if self._runs.get(run.name) is run and not self._closing:
                 tokens = {
                     uid: each.block.token for each in granted for uid in each.block.uids(run.name)

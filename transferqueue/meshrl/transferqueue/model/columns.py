@@ -228,6 +228,8 @@ class NeededFrame(NamedTuple):
     """For each needed row, its position in the frame; None: every row of the frame, in order."""
     checksum: int
     """The checksum that the frame must have: it detects a store that returns the frame of another row."""
+    nbytes: int
+    """Of the whole frame."""
 
 
 class Unread(NamedTuple):
@@ -240,10 +242,23 @@ class Unread(NamedTuple):
     """The progress that was appended for the rows, in order."""
     deliveries: tuple[int, ...] = ()
     """Of leased rows."""
+    task_bytes: int = 0
+    """Of the task, where it is needed too."""
+
+    @property
+    def nbytes(self) -> int:
+        """About so much is in memory once it is read."""
+        return self.task_bytes + sum([frame.nbytes for frame in (*self.frames, *self.progress)])
 
 
 def wanted(
-    group: Group, rows: RowBlock, mask: int, stages: Sequence[Stage], names: Sequence[str]
+    group: Group,
+    rows: RowBlock,
+    mask: int,
+    stages: Sequence[Stage],
+    names: Sequence[str],
+    *,
+    with_task: bool,
 ) -> Unread:
     """Where the columns `names`, which `stages` write, lie for resident `rows`, whose set is `mask`.
 
@@ -256,7 +271,8 @@ def wanted(
             missing = next(name for name in names if name in stage.writes)
             raise NotFoundError(f"row {uid} has no column {missing} yet", uid=uid)
     frames, _ = stored_frames(group, rows.indices, mask, [stage.number for stage in stages])
-    return Unread(rows, group.task_key, frames)
+    task_bytes = group.task_bytes if with_task else 0
+    return Unread(rows, group.task_key, frames, task_bytes=task_bytes)
 
 
 def stored_frames(
@@ -276,7 +292,12 @@ def stored_frames(
             places, positions = _overlap(indices, frame, mask)
             (progress if frame.partial else frames).append(
                 NeededFrame(
-                    group.frame_key(frame.number), frame.stage, places, positions, frame.checksum
+                    group.frame_key(frame.number),
+                    frame.stage,
+                    places,
+                    positions,
+                    frame.checksum,
+                    frame.nbytes,
                 )
             )
     return tuple(frames), tuple(progress)

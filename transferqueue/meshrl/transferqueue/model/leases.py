@@ -89,7 +89,9 @@ class WorkerVerbs(FeederVerbs):
                 token=token,
             )
             delivered = tuple([deliveries[index] for index in indices])
-            granted.append(Unread(block, group.task_key, frames, progress, delivered))
+            granted.append(
+                Unread(block, group.task_key, frames, progress, delivered, group.task_bytes)
+            )
         self.save(groups)
         return granted
 
