@@ -16,15 +16,15 @@ import pytest
 
 from meshrl.contract.errors import (
     BrokenDiskError,
+    BusyError,
     CapacityError,
     ConfigError,
     CorruptError,
     UserError,
-    WaitTimeoutError,
 )
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue import stores
-from meshrl.transferqueue.admin import for_fast_readers
+from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Table
@@ -205,17 +205,24 @@ async def test_a_slow_export_keeps_no_freed_page_from_being_used_again(tmp_path:
     await store.close()
 
 
-async def test_a_slow_reader_of_an_export_is_given_up_and_leaves_no_copy(tmp_path: Path) -> None:
+async def test_stalled_backups_make_two_copies_and_the_next_is_refused(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
-    await store.load()
+    queue = await TransferQueue.open(store)
     await store.apply(puts(200))
-    pieces = for_fast_readers(store.export(), patience_s=0.1)
-    await anext(pieces)
-    assert copies(tmp_path)
-    await until(lambda: not copies(tmp_path))
-    with pytest.raises(WaitTimeoutError, match="given up: it was read at less than 1 MiB a second"):
+    admin = QueueAdmin(queue, store)
+    stalled = [admin.export() for _ in range(2)]
+    for pieces in stalled:
         await anext(pieces)
-    await store.close()
+    assert len(copies(tmp_path)) == 2
+    with pytest.raises(BusyError, match="2 backups or audits of this queue run"):
+        await anext(admin.export())
+    with pytest.raises(BusyError, match="try again when one has ended"):
+        await admin.verify()
+    await stalled[0].aclose()
+    assert len([piece async for piece in admin.export()])
+    await stalled[1].aclose()
+    assert not copies(tmp_path)
+    await queue.close()
 
 
 def copies(folder: Path) -> list[str]:

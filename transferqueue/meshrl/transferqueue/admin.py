@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from contextlib import aclosing
 from typing import Final
 
-from meshrl.contract.errors import CorruptError, WaitTimeoutError
+from meshrl.contract.errors import BusyError, CorruptError
 from meshrl.contract.frames import strip_checksum
 from meshrl.contract.types import Audit, Ledger, RunSpec, StoredRun
 from meshrl.transferqueue import sampling
@@ -29,10 +29,8 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import CommitLog, Operation, Store, Table
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-PATIENCE_S: Final = 60.0
-"""A reader of an export is given up when it is so much later than LEAST_RATE permits: the copy takes space."""
-LEAST_RATE: Final = 1 << 20
-"""Bytes a second that a reader of an export must take."""
+EXPORTS: Final = 2
+"""Copies of the store that there may be at once; each takes as much space as the store."""
 
 
 class QueueAdmin:
@@ -41,15 +39,27 @@ class QueueAdmin:
     def __init__(self, queue: TransferQueue, store: Store) -> None:
         self._queue = queue
         self._store = store
+        self._exports = 0
 
-    def export(self) -> AsyncGenerator[Sequence[Operation], None]:
-        """Every record as of one commit, see Store, for a reader that is not slow, see `for_fast_readers`."""
-        return for_fast_readers(self._store.export())
+    async def export(self) -> AsyncGenerator[Sequence[Operation], None]:
+        """Every record as of one commit, see Store. Raises BusyError while EXPORTS others are read."""
+        if self._exports >= EXPORTS:
+            raise BusyError(
+                f"{self._exports} backups or audits of this queue run, each with a copy of the store: try again"
+                " when one has ended"
+            )
+        self._exports += 1
+        try:
+            async with aclosing(self._store.export()) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            self._exports -= 1
 
     async def verify(self) -> Audit:
         """Audit the store; compare the ledgers of runs that did not change meanwhile with those of the queue."""
         before = await self._ledgers()
-        async with aclosing(self._store.export()) as pieces:
+        async with aclosing(self.export()) as pieces:
             result = await audit(pieces)
         after = await self._ledgers()
         unchanged = {name for name in before if before[name] == after.get(name)}
@@ -68,50 +78,6 @@ class QueueAdmin:
 
     async def _ledgers(self) -> dict[str, Ledger]:
         return {name: await self._queue.ledger(name) for name in self._queue.runs}
-
-
-async def for_fast_readers(
-    pieces: AsyncGenerator[Sequence[Operation], None],
-    *,
-    patience_s: float = PATIENCE_S,
-    least_rate: float = LEAST_RATE,
-) -> AsyncGenerator[Sequence[Operation], None]:
-    """Hand on `pieces`, and close them under a reader that keeps them longer than a copy may last.
-
-    The reader begins with `patience_s`. Each second that it holds a piece takes one from it, each `least_rate` bytes
-    give one back, up to `patience_s`. At none, `pieces` are closed at once, whether the reader comes back or not.
-
-    Raises:
-        WaitTimeoutError: the reader was too slow.
-    """
-    loop = asyncio.get_running_loop()
-    left_s = patience_s
-    closing: list[asyncio.Task[None]] = []
-
-    async def close() -> None:
-        await pieces.aclose()
-
-    def give_up() -> None:
-        closing.append(loop.create_task(close(), name="give up an export"))
-
-    try:
-        async for piece in pieces:
-            size = sum(len(each.key) + len(each.value or b"") for each in piece)
-            handed_over = loop.time()
-            timer = loop.call_later(left_s, give_up)
-            try:
-                yield piece
-            finally:
-                timer.cancel()
-            if closing:
-                raise WaitTimeoutError(
-                    f"the export was given up: it was read at less than {least_rate / 2**20:g} MiB a second"
-                    f" for {patience_s:g} s"
-                )
-            held_s = loop.time() - handed_over
-            left_s = min(patience_s, left_s - held_s + size / least_rate)
-    finally:
-        await (closing[0] if closing else close())
 
 
 async def audit(pieces: AsyncIterator[Sequence[Operation]]) -> Audit:
