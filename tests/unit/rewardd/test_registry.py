@@ -27,6 +27,7 @@ from meshrl.contract.errors import (
 from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.pool.signatures import FunctionKind
+from meshrl.rewardd.registry import types
 from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.checks import checked
 from meshrl.rewardd.registry.config import RegistryConfig
@@ -287,17 +288,78 @@ async def test_a_retired_version_that_was_displaced_does_not_come_back(opened: O
         await registry.submit("ann", constant(1))
 
 
-async def test_versions_that_names_pointed_to_stay_and_more_than_allowed_are_refused(
-    opened: Open,
-) -> None:
+async def test_versions_that_names_pointed_to_lock_nobody_out(opened: Open) -> None:
     registry = await opened(max_versions=4)
+    await registry.submit("carl", constant(99))
     for number in range(3):
         await registry.submit("ann", constant(number))
-    with pytest.raises(CapacityError, match="ann has 3 versions, and may have no more"):
-        await registry.submit("ann", constant(3))
-    await registry.submit("ben", constant(4))
+        await registry.submit("ben", constant(10 + number))
+    newest = (await registry.submit("carl", constant(100))).manifest.hash
+    assert registry.resolve("reward") == newest
+    assert await scored(registry, sample()) == [(100, newest)]
+    assert len(registry.name("reward").versions) == 4
+
+
+async def test_names_that_the_run_does_not_follow_lock_nobody_out(opened: Open) -> None:
+    registry = await opened(max_versions=4)
+    scores = (await registry.submit("ann", constant(1))).manifest.hash
+    for number in range(3):
+        await registry.submit("eve", constant(10 + number, name=f"mine{number}"))
+        await registry.submit("eva", constant(20 + number, name=f"hers{number}"))
+    await registry.submit("ann", constant(2, name="other"))
+    assert registry.resolve("reward") == scores
+    assert registry.resolve("other")
+    assert len(registry.names()) == 4
+    before = registry.names()
+    again = await opened(restart=True, max_versions=4)
+    assert again.names() == before
+
+
+async def test_a_name_points_to_nothing_when_its_version_made_room(opened: Open) -> None:
+    registry = await opened(max_versions=4)
+    await registry.submit("eve", constant(1, name="mine"))
+    await registry.submit("eve", constant(2, name="mine"))
+    await registry.retire("operator", "mine", registry.resolve("mine"))
+    assert registry.name("mine").current == ""
+    with pytest.raises(NotFoundError, match="points to no version"):
+        registry.resolve("mine")
+
+
+async def test_only_what_scores_now_is_refused_room(opened: Open) -> None:
+    registry = await opened(max_versions=1)
+    await registry.submit("ann", constant(1))
+    with pytest.raises(CapacityError, match="ann has 1 versions, and may have no more"):
+        await registry.submit("ann", constant(2))
     with pytest.raises(CapacityError, match="no room for another"):
-        await registry.submit("ben", constant(5))
+        await registry.submit("ben", constant(2))
+    await registry.roll_back("operator", "reward", "recipe")
+    await registry.submit("ben", constant(2))
+
+
+async def test_the_operator_frees_room_by_retiring(opened: Open, tmp_path: Path) -> None:
+    registry = await opened()
+    one = (await registry.submit("ann", constant(1))).manifest.hash
+    await registry.submit("ann", constant(1, name="other"))
+    two = (await registry.submit("ann", constant(2))).manifest.hash
+    stored = tmp_path / "rewards" / "versions"
+    await registry.retire("operator", "reward", one)
+    assert {path.name for path in stored.iterdir()} == {one, two}, "another name has it"
+    await registry.retire("operator", "other", one)
+    assert {path.name for path in stored.iterdir()} == {two}
+    registry = await opened(restart=True)
+    assert {path.name for path in stored.iterdir()} == {two}
+    assert registry.name("reward").retired == {one}
+
+
+async def test_a_history_of_moves_between_two_versions_is_bounded(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(types, "MOVES", 3)
+    registry = await opened()
+    for number in range(8):
+        accepted = await registry.submit("ann", constant(number % 2))
+    assert [event.action for event in accepted.name.history] == ["submit", "submit", *["point"] * 3]
+    assert registry.resolve("reward") == accepted.manifest.hash
 
 
 async def test_a_flood_of_versions_that_no_name_points_to_displaces_itself(opened: Open) -> None:

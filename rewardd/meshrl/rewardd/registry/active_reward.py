@@ -56,6 +56,10 @@ class JudgeCache:
             raise
         return entry.judge
 
+    def held(self, version: str) -> bool:
+        """Whether anybody holds `version`."""
+        return version in self._entries and self._entries[version].holders > 0
+
     def release(self, version: str) -> None:
         """The inverse of one `hold`."""
         self._release(version, self._entries[version])

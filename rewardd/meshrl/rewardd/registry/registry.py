@@ -96,9 +96,7 @@ class Registry:
         self._config = config
         self._base = base
         self._names = store.names()
-        store.delete_all_but(
-            {version for name in self._names.values() for version in name.versions}
-        )
+        store.delete_all_but(self._usable())
         self._names_lock = asyncio.Lock()
         self._loading = asyncio.Semaphore(AT_ONCE)
         self._pending: Counter[str] = Counter()
@@ -210,7 +208,7 @@ class Registry:
         Raises:
             UserError: it does not parse, load or pass its tests; details `line` or `test` say where.
             ConflictError: this version of this name was retired.
-            CapacityError: there are too many versions, of this caller or of all, that names point or pointed to.
+            CapacityError: there are too many versions that score now or are being submitted.
         """
         config = self._config
         submission = await asyncio.to_thread(
@@ -269,22 +267,27 @@ class Registry:
             return entry
 
     async def retire(self, by: str, name: str, version: str) -> Name:
-        """Forbid `version` to score under `name`; idempotent.
+        """Forbid `version` to score under `name`, and delete what no other name may use; idempotent.
+
+        A name that the run does not follow then points to nothing, if it pointed to `version`.
 
         Raises:
-            ConflictError: the name points to it.
+            ConflictError: the run's name points to it.
         """
         async with self._names_lock:
             entry = self.name(name)
             target = self.resolve(name, version)
             if target == self._base:
                 raise ConflictError("the recipe's own functions cannot be retired: edit the recipe")
-            if target == entry.current:
+            if target == entry.current and name == self.followed:
                 raise ConflictError(
                     f"reward {name!r} points to {target}: roll back or submit another first"
                 )
+            events = [_event(Action.POINT, "", by)] if target == entry.current else []
             if target not in entry.retired:
-                entry = await self._append(entry, _event(Action.RETIRE, target, by))
+                entry = await self._append(entry, *events, _event(Action.RETIRE, target, by))
+            if not (self._pending[target] or self._cache.held(target)):
+                self._forget(target)
             return entry
 
     async def score(self, name: str, version: str, samples: Sequence[Sample]) -> Sequence[Score]:
@@ -306,45 +309,65 @@ class Registry:
         return differences
 
     async def _make_room(self, by: str, version: str) -> None:
-        """Delete the oldest version that no name ever pointed to, of whoever has most, if the store is full.
+        """Delete a version of whoever has most, or of `by` who has its share, if the store is full.
+
+        First come those that no name ever pointed to, then those that one did, then those that a name points to
+        which the run does not follow; of equal ones the version that was submitted or pointed to longest ago.
 
         Raises:
-            CapacityError: `by` has as many versions as one caller may have.
+            CapacityError: none can go, and `by` has as many versions as one caller may have.
         """
         async with self._names_lock:
-            events = [event for name in self._names.values() for event in name.history]
+            names = self._names.values()
+            events = [e for name in names for e in name.history if e.hash in name.usable]
             submitted: dict[str, Event] = {}
+            moved: dict[str, Event] = {}
+            last: dict[str, float] = {}
             for event in sorted(events, key=lambda event: event.at):
-                if event.action is Action.SUBMIT:
-                    submitted.setdefault(event.hash, event)
+                last[event.hash] = event.at
+                {Action.SUBMIT: submitted, Action.POINT: moved}[event.action].setdefault(
+                    event.hash, event
+                )
             count = Counter(event.by for event in submitted.values())
             most = max(1, int(self._config.registry.max_versions * SHARE))
             greedy = count[by] >= most
             if version in submitted or not (greedy or self._store.full):
                 return
-            used = {event.hash for event in events if event.action is Action.POINT}
-            unused = [
+            current = {name.current for name in names}
+            can_go = [
                 known
                 for known, event in submitted.items()
-                if known not in used and not self._pending[known] and (event.by == by or not greedy)
+                if (event.by == by or not greedy)
+                and not self._pending[known]
+                and not self._cache.held(known)  # it scores
             ]
-            if not unused and greedy:
+            if not can_go and greedy:
                 raise CapacityError(
                     f"{by or 'this caller'} has {most} versions, and may have no more"
                 )
-            if not unused:
+            if not can_go:
                 return  # the store refuses
-            oldest = max(unused, key=lambda known: count[submitted[known].by])
-            for name in [n for n in self._names.values() if oldest in n.versions]:
-                left = name.without(oldest)
-                if left.history:
+            gone = min(
+                can_go,
+                key=lambda known: (
+                    -count[submitted[known].by],
+                    known in current,
+                    known in moved,
+                    last[known],
+                ),
+            )
+            for name in [name for name in names if gone in name.versions]:
+                left = name.without(gone)
+                if name.current == gone:
+                    left = left.after(_event(Action.POINT, "", by, note=f"{gone} made room"))
+                if left.versions or left.retired:
                     self._store.save(left)
                     self._names[name.name] = left
                 else:
                     self._store.remove_name(name.name)
                     del self._names[name.name]
-            await asyncio.to_thread(self._store.remove, oldest)
-            log.info("reward version %s was never used: deleted to make room", oldest)
+            await asyncio.to_thread(self._store.remove, gone)
+            log.info("reward version %s is deleted to make room", gone)
 
     async def _test(self, version: str, cases: Sequence[Case]) -> None:
         """Raises UserError naming the first test that fails."""
@@ -401,12 +424,16 @@ class Registry:
         current = name.current if name else ""
         await self._judge.follow(current or self._base)
 
+    def _usable(self) -> set[str]:
+        """The versions of all names."""
+        return {version for name in self._names.values() for version in name.usable}
+
     def _forget(self, version: str) -> None:
-        """Delete a version that no name has and nobody is submitting."""
+        """Delete a version that no name may use and nobody is submitting."""
         if self._pending[version]:
             return
         del self._pending[version]
-        if not any(version in name.versions for name in self._names.values()):
+        if version not in self._usable():
             self._store.remove(version)
 
 

@@ -102,6 +102,8 @@ class Action(StrEnum):
     """It may not score any more."""
 
 
+MOVES = 1000
+"""Of a name from one version to another, which its history has: two versions may be submitted in turns for ever."""
 WATCHED = "watch"
 """An action of earlier versions, which says nothing any more."""
 
@@ -150,9 +152,17 @@ class Name:
         """Hashes that may not score any more."""
         return frozenset(e.hash for e in self.history if e.action is Action.RETIRE)
 
+    @property
+    def usable(self) -> frozenset[str]:
+        """The versions that are not retired."""
+        return frozenset(self.versions) - self.retired
+
     def after(self, *events: Event) -> Name:
-        """A copy with more events."""
-        return replace(self, history=(*self.history, *events))
+        """A copy with more events; of POINT it keeps the last MOVES."""
+        history = [*self.history, *events]
+        moves = [event for event in history if event.action is Action.POINT]
+        old = set(map(id, moves[:-MOVES]))
+        return replace(self, history=tuple(e for e in history if id(e) not in old))
 
     def without(self, version: str) -> Name:
         """A copy that has no such version; one that was retired may still not come back."""
