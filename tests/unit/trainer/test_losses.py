@@ -85,6 +85,30 @@ def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
         torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("far", [90.0, 1e4])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_one_token_far_from_its_old_policy_makes_no_loss_or_gradient_infinite(
+    name: str, far: float, sign: float
+) -> None:
+    """e^89 is beyond float32: such a token made the whole update infinite, and it was skipped."""
+    old = torch.full((8,), -1.0)
+    apart = torch.tensor([0.0, far, 0.3, -far, 0.0, far, -0.2, -far])
+    logprobs = (old + apart).requires_grad_()
+    inputs = LossInputs(
+        ragged=rows([4, 4], [0, 0]),
+        logprobs=logprobs,
+        old_logprobs=old,
+        advantages=sign * torch.tensor([1.0] * 4 + [-1.0] * 4),
+        ref_logprobs=old,
+    )
+
+    loss = run(name, inputs, loss_mode=name, dro_beta=0.1).loss
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+
+    assert loss.isfinite() and gradient.isfinite().all()
+
+
 def test_clip_ratio_alone_moves_both_bounds() -> None:
     inputs = LossInputs(
         ragged=rows([2]),

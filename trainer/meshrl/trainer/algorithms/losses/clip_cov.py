@@ -6,7 +6,7 @@ Cui et al. 2025, "The Entropy Mechanism", https://arxiv.org/abs/2505.22617:
     l = max(-A ρ, -A clip(ρ)) · [t not chosen]
 
 Chosen are at most max(1, r · tokens) random tokens with lb < Cov < ub that the clip leaves alone. No dual
-clip, and the log-ratio is not clamped. The choice is made within a micro-batch and drawn from torch's CPU generator.
+clip. The choice is made within a micro-batch and drawn from torch's CPU generator.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> L
     """Clipped policy loss without the chosen tokens."""
     ragged, A = inputs.ragged, inputs.advantages
     eps_low, eps_high = clip_range(config)
-    d = log_ratio(inputs, clamp=False)
+    d = log_ratio(inputs)
     rho = d.exp()
     plain = -A * rho
     clipped = -A * rho.clamp(1 - eps_low, 1 + eps_high)

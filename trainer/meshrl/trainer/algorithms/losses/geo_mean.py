@@ -6,7 +6,8 @@ Zhao et al. 2025, https://arxiv.org/abs/2507.20673. With sgn the sign of A_t:
     l_i  = -mean_t(A) · exp(mean_t(k))                               one value per row
 
 The mean over rows leaves out rows without trained tokens and is the same for every split of the batch; under verl's
-conventions it is the plain mean over the micro-batch's rows, empty ones included. `loss_agg_mode` is not read.
+conventions it is the plain mean over the micro-batch's rows, empty ones included, and the log-ratio is not clamped.
+`loss_agg_mode` is not read.
 ε_low and ε_high bound the log-ratio; the paper uses 0.4.
 """
 
@@ -41,7 +42,8 @@ def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> L
     """Policy loss of whole rows; importance weights enter as their geometric mean over the row."""
     ragged, A = inputs.ragged, inputs.advantages
     eps_low, eps_high = clip_range(config)
-    d = log_ratio(inputs, clamp=False)
+    verl = config.conventions == "verl"
+    d = log_ratio(inputs, clamp=not verl)
     d_clipped = d.clamp(-eps_low, eps_high)
     sgn = A.sign()
     k = sgn * torch.minimum(sgn * d, sgn * d_clipped)
@@ -50,7 +52,6 @@ def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> L
         loss = loss * ragged.row_mean((inputs.rollout_is_weights + 1e-10).log()).exp()
 
     clipped = d != d_clipped
-    verl = config.conventions == "verl"
     return LossOutput(
         loss=loss.mean() if verl else aggregate.over_rows(loss, ragged),
         metrics=mean_metrics(

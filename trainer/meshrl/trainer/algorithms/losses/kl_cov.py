@@ -5,7 +5,7 @@ Cui et al. 2025, "The Entropy Mechanism", https://arxiv.org/abs/2505.22617:
     Cov_t = (A_t - mean A) (log π_t - mean log π)         means over the trained tokens given
     l = -A ρ + [Cov_t among the largest max(1, r · tokens)] · β |log ρ|
 
-No clip, and the log-ratio is not clamped. The choice is made within a micro-batch.
+No clip. The choice is made within a micro-batch. The penalty's log ρ is not clamped: it pulls back what runs away.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> L
         count = min(len(cov), max(1, int(p.kl_cov_ratio * len(cov))))
         chosen = torch.zeros_like(cov).index_fill(0, cov.topk(count).indices, 1.0)
     penalty = p.ppo_kl_coef * d.abs() * ragged.from_valid(chosen)
-    loss = -A * d.exp() + penalty
+    loss = -A * log_ratio(inputs).exp() + penalty
     return LossOutput(
         loss=aggregate(weighted(loss, inputs.rollout_is_weights), ragged),
         metrics=mean_metrics(ragged, ppo_kl=d.abs()),
