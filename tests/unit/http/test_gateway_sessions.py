@@ -23,7 +23,7 @@ from meshrl.http.gateway.answers import AnswerFormat
 from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.models import ChatBody, CompletionBody
 from meshrl.http.gateway.serving import gateway_of
-from meshrl.http.gateway.sessions import SessionTable, address
+from meshrl.http.gateway.sessions import MOST_TOLD, SessionTable, address
 from meshrl.rollout.agents.requests import SessionAnswer
 from meshrl.rollout.agents.session import AgentSession, SessionRules
 from meshrl.rpc.runtime import ServerSettings
@@ -210,18 +210,24 @@ def test_fields_that_would_change_the_answer_elsewhere_are_named() -> None:
     assert ChatBody.model_validate(plain).ignored == ()
 
 
-async def test_a_session_tells_of_each_field_once(
+async def test_ignored_fields_are_told_once_whatever_session_sends_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Each row is a session of its own."""
     tokenizer = chat_tokenizer(tmp_path)
     sampling = SamplingParams(max_tokens=4)
     task = Task(run="r", task_id="t", prompt_ids=np.zeros(1, np.int32), sampling=sampling)
-    session = AgentSession(task, Uid("r", "t", 0), Scripted(tokenizer), tokenizer)
+    sessions = SessionTable(prompt_tokens=None)
+    many = tuple(f"guided_{number}" for number in range(100))
     with caplog.at_level(logging.WARNING):
-        for fields in (("min_p",), (), ("min_p", "top_k"), ("top_k",)):
-            session.tell_ignored(fields)
+        for index, fields in enumerate(
+            (("min_p",), (), ("min_p", "top_k"), ("top_k",), many, many)
+        ):
+            session = AgentSession(task, Uid("r", "t", index), Scripted(tokenizer), tokenizer)
+            sessions.tell_ignored(session, fields)
     told = [record.getMessage().rpartition(": ")[2] for record in caplog.records]
-    assert told == ["min_p", "top_k"]
+    assert told[:2] == ["min_p", "top_k"]
+    assert len(told) == 3 and len(told[2].split(", ")) == MOST_TOLD - 2
 
 
 async def test_a_request_belongs_to_the_conversation_that_its_header_names(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ turns; or a fault of the engine, with which the row fails. A response that was n
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -58,8 +57,6 @@ from meshrl.rollout.conversation import Budget, ChatMessage, Conversation, promp
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.streams import Response
 from meshrl.rollout.tokenizer import ChatTokenizer, look_at, picture_tokenizer, reads_pictures
-
-log = logging.getLogger(__name__)
 
 TOKEN_PREFIX: Final = "mrs_"
 Ended: TypeAlias = Callable[[RecordedTurn, SessionAnswer], None]
@@ -148,7 +145,6 @@ class AgentSession:
         self._tokenizer = tokenizer
         self._rules = rules or SessionRules()
         self._streams: list[AnswerStream] = []
-        self._ignored: set[str] = set()
         self._ended = ""
 
     @property
@@ -166,14 +162,6 @@ class AgentSession:
     @property
     def _running(self) -> list[AnswerStream]:
         return [stream for stream in self._streams if not stream.task.done()]
-
-    def tell_ignored(self, fields: Sequence[str]) -> None:
-        """Say once in the log that fields of the client's requests change nothing."""
-        new = [name for name in fields if name not in self._ignored]
-        self._ignored.update(new)
-        if new:
-            listed = ", ".join(new)
-            log.warning("%s: fields of its agent's requests are ignored: %s", self.uid, listed)
 
     async def look_at(self, request: SessionRequest) -> None:
         """Have the pictures of a request read beside the event loop, before `ask`. Raises as that does."""

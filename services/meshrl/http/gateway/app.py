@@ -149,7 +149,7 @@ def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRout
             usage=body.usage_in_stream,
         )
         session = find(request, token)
-        session.tell_ignored(body.ignored)
+        sessions.tell_ignored(session, body.ignored)
         named = request.headers.get(CONVERSATION, "")[:MAX_NAME]
         asked = replace(body.ask(), conversation=named)
         await session.look_at(asked)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -24,8 +25,13 @@ from meshrl.contract.types import PostedReward
 from meshrl.rollout.agents.requests import SessionEndedError
 from meshrl.rollout.agents.session import Address, AgentSession
 
+log = logging.getLogger(__name__)
+
 REMEMBERED = 4096
 """Ended sessions that are remembered, so that their clients get 'ended' instead of 'unknown key'."""
+MOST_TOLD = 64
+"""Names of ignored fields that are told: clients invent them."""
+MAX_TOLD_CHARS = 64
 Claim: TypeAlias = asyncio.Future[AgentSession]
 
 
@@ -57,6 +63,7 @@ class SessionTable:
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._claims: deque[Claim] = deque()
         self._draining = False
+        self._told: set[str] = set()
 
     @property
     def open_sessions(self) -> int:
@@ -67,6 +74,16 @@ class SessionTable:
     def demand(self) -> int:
         """Number of callers who wait for a session."""
         return sum(not claim.done() for claim in self._claims)
+
+    def tell_ignored(self, session: AgentSession, fields: Collection[str]) -> None:
+        """Say once in the log, whichever session comes first, that a field of requests changes nothing."""
+        new = sorted({name[:MAX_TOLD_CHARS] for name in fields} - self._told)
+        new = new[: MOST_TOLD - len(self._told)]
+        self._told.update(new)
+        if new:
+            log.warning(
+                "%s: fields of its agent's requests are ignored: %s", session.uid, ", ".join(new)
+            )
 
     @contextmanager
     def opened(self, session: AgentSession) -> Iterator[Address]:
