@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from meshrl.common.python_process import PYTHON
 from meshrl.launcher import preloader, preloading
 
 ROOT = Path(__file__).parent.parent
@@ -161,7 +162,7 @@ def _fork_preloader(popen: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _program(call: Mapping[str, Any]) -> str | None:
-    """The module or script of a command `python [-P] [-m] …` of ours; None for any other."""
+    """The module or script of a command `python [-P] [-m] …` or `PYTHON …` of ours; None for any other."""
     argv = [os.fspath(word) for word in call["args"]] if not isinstance(call["args"], str) else []
     if argv[:1] != [sys.executable] or call["preexec_fn"] is not None or call["shell"]:
         return None
@@ -171,7 +172,7 @@ def _program(call: Mapping[str, Any]) -> str | None:
         if name.endswith(("gid", "gids", "uid", "umask"))
     ):
         return None
-    words = argv[2:] if argv[1] == "-P" else argv[1:]
+    words = _words(argv)
     if (
         words[0] == "-m"
         and words[1].startswith(("meshrl.", "tests.", "deploy."))
@@ -180,6 +181,14 @@ def _program(call: Mapping[str, Any]) -> str | None:
         return words[1]
     ours = (f"{ROOT}/tests/", f"{ROOT}/docs/examples/")
     return words[0] if words[0].startswith(ours) else None
+
+
+def _words(argv: Sequence[str]) -> Sequence[str]:
+    """`-m MODULE …` or `FILE …` of a command of this Python."""
+    if tuple(argv[: len(PYTHON)]) == PYTHON:
+        words = argv[len(PYTHON) :]
+        return words if words[0].endswith(".py") else ["-m", *words]
+    return argv[2:] if argv[1] == "-P" else argv[1:]
 
 
 def _request(
@@ -257,9 +266,11 @@ def _run(request: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
         argv = request["argv"]
         preloader.show_command_line(argv)
         sys.orig_argv = list(argv)
-        words = argv[2:] if (safe := argv[1] == "-P") else argv[1:]
+        words = _words(argv)
         sys.path[:1] = (
-            [] if safe else [request["cwd"] if words[0] == "-m" else str(Path(words[0]).parent)]
+            []
+            if "-P" in argv[: -len(words)]
+            else [request["cwd"] if words[0] == "-m" else str(Path(words[0]).parent)]
         )
         _main(words)
         code = 0

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import logging
+import os
 import sys
 import threading
 import unicodedata
 from typing import Any
 
+from meshrl.common.python_process import TERMINAL
+
 MOST = 500
 """Characters of a text that is shown on one line."""
+NEAR = "meshrl-near"
+"""How what an encoding lacks is printed: by what comes near it."""
+NEAREST = dict(zip("│─·•→▁▂▃▄▅▆▇█–—×≤≥", "|-.*>_.,-=+*#--x<>", strict=True)) | {"…": "..."}
 
 
 def harmless(text: str, *, lines: bool = False) -> str:
@@ -47,14 +55,37 @@ def say_error(error: object) -> None:
 
 def say_json(text: str, *, err: bool = False) -> None:
     """Print JSON, which stays JSON: a character that would command a terminal is written as its escape."""
+    stream = sys.stderr if err else sys.stdout
     if not text.isprintable():
         # The line breaks are those of the indent; the ones of texts are escapes already.
         text = "".join(c if _is_shown(c) or c == "\n" else _json_escape(c) for c in text)
-    print(text, file=sys.stderr if err else sys.stdout, flush=True)
+    try:
+        text.encode(stream.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = "".join(c if c.isascii() else _json_escape(c) for c in text)
+    print(text, file=stream, flush=True)
 
 
 def _json_escape(character: str) -> str:
     return "\\u007f" if character == "\x7f" else json.dumps(character)[1:-1]
+
+
+def fit_terminal() -> None:
+    """Let this process print what its terminal's encoding has, and what comes near it where it lacks a character."""
+    codecs.register_error(NEAR, _near)
+    told = os.environ.pop(TERMINAL, None)
+    for stream in (sys.stdout, sys.stderr):
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        encoding = codecs.lookup(told or stream.encoding).name
+        if encoding != "utf-8":
+            stream.reconfigure(encoding=encoding, errors=NEAR)
+
+
+def _near(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return NEAREST.get(error.object[error.start], "?"), error.start + 1
 
 
 class LogFormatter(logging.Formatter):

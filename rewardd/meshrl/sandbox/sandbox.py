@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Protocol
 
 import meshrl
+from meshrl.common.python_process import PYTHON
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Json
 from meshrl.sandbox.limits import SHARES, Limits, cgroups
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 NOBODY = 65534
 """User that a function runs as when the service runs as root."""
 PROBE_S = 10.0
+AS_MODULE = (sys.executable, "-P", "-m")
+"""Before a module's name where the environment is empty."""
 
 
 class Isolation(StrEnum):
@@ -84,8 +87,8 @@ class Sandbox(Protocol):
     prepare: Callable[[], None] | None
     """Called once, in a thread, before the first process starts: installs the folders of `search`."""
 
-    def launch(self, program: Sequence[str], *, shares: int = SHARES) -> Launch:
-        """The command for one more process: this interpreter with the arguments `program`, then its parent's pid.
+    def launch(self, module: str, *, shares: int = SHARES) -> Launch:
+        """The command for one more process: this interpreter with `module`, whose argument is its parent's pid.
 
         The pid is 0 where the sandbox ends the process with this one. In a cgroup all its processes together may use
         `shares` times `memory_bytes`.
@@ -111,10 +114,10 @@ class OpenSandbox:
     prepare: Callable[[], None] | None = None
     level: Isolation = Isolation.OFF
 
-    def launch(self, program: Sequence[str], *, shares: int = SHARES) -> Launch:
+    def launch(self, module: str, *, shares: int = SHARES) -> Launch:
         """This interpreter, this environment."""
         return Launch(
-            argv=[sys.executable, *program, str(os.getpid())],
+            argv=[*PYTHON, module, str(os.getpid())],
             env={"OMP_NUM_THREADS": "1", **os.environ},
             confinement=_confinement(Isolation.OFF, None, self.search),
         )
@@ -138,7 +141,7 @@ class WeakSandbox:
     prepare: Callable[[], None] | None = None
     level: Isolation = Isolation.WEAK
 
-    def launch(self, program: Sequence[str], *, shares: int = SHARES) -> Launch:
+    def launch(self, module: str, *, shares: int = SHARES) -> Launch:
         """This interpreter, an empty environment, a folder of its own."""
         folder = Path(tempfile.mkdtemp(prefix="meshrl-sandbox-"))
         seen = (*python_paths(), *self.readable, *self.search)
@@ -146,7 +149,7 @@ class WeakSandbox:
         if user is not None:
             os.chown(folder, user, user)
         return Launch(
-            argv=[sys.executable, *program, str(os.getpid())],
+            argv=[*AS_MODULE, module, str(os.getpid())],
             env=_environment(str(folder)),
             confinement=_confinement(Isolation.WEAK, user, self.search)
             | {
@@ -177,14 +180,14 @@ class StrictSandbox:
     level: Isolation = Isolation.STRICT
     _arguments: list[str] = field(default_factory=list)
 
-    def launch(self, program: Sequence[str], *, shares: int = SHARES) -> Launch:
+    def launch(self, module: str, *, shares: int = SHARES) -> Launch:
         """Bubblewrap, which runs this interpreter."""
         if not self._arguments:
             self._arguments = bubblewrap(
                 self.limits.tmp_bytes, (*self.readable, *self.search), confined=True
             )
         return Launch(
-            argv=[*self._arguments, sys.executable, *program, "0"],
+            argv=[*self._arguments, *AS_MODULE, module, "0"],
             env=_environment("/tmp"),
             # bubblewrap started by root makes no user namespace, so that it may bind folders that only root can
             # reach; the process becomes nobody and makes its own.

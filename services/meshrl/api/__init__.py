@@ -16,7 +16,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from pydantic_core import to_jsonable_python
 
 from meshrl.api.history import HELD_OUT, STEP, RunHistory
 from meshrl.api.rows import Order, find_rows
+from meshrl.common.python_process import PYTHON
 from meshrl.config.loading import in_yaml, load_recipe
 from meshrl.config.recipe import METRICS_NAME
 from meshrl.contract.errors import MeshError, UserError
@@ -206,7 +206,7 @@ def run(
         options.append("--accept-changes")
     with (logs / ERRORS_NAME).open("wb") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "meshrl.cli", "up", str(path), *words, *options],
+            [*PYTHON, "meshrl.cli", "up", str(path), *words, *options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # the lines of services are in their logs
             stderr=errors,

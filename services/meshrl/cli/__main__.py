@@ -1,4 +1,4 @@
-"""`python -P -m meshrl.cli`: how `up` starts every service."""
+"""`PYTHON meshrl.cli`, of `meshrl.common.python_process`: how `up` starts every service."""
 
 import os
 import sys
@@ -8,6 +8,6 @@ if not sys.flags.safe_path and sys.path[0] == os.getcwd():  # noqa: PTH109 - as 
         0
     ]  # as the console script: a file in the working directory is no module of the mesh
 
-from meshrl.cli.root import main
+from meshrl.cli import main
 
 main()

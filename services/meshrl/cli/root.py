@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import click
 
 from meshrl.common.files import lasting_fault
-from meshrl.common.plain_text import harmless_faults, say, say_error
+from meshrl.common.plain_text import fit_terminal, harmless_faults, say, say_error
 from meshrl.common.sockets import reach_directly
 from meshrl.contract.errors import MeshError, UserError
 from meshrl.rpc.exit_codes import Exit
@@ -132,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reach_directly(os.environ)
     if arguments is None:  # it is a process of its own
         harmless_faults()
+        fit_terminal()
     try:
         code = cli.main(
             args=list(arguments) if arguments is not None else None,

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshrl.common.device_lease import LOGIT_BYTES, ROWS_PER_LAID, logits_at_once
-from meshrl.common.device_lease import LOGIT_BYTES, logits_at_once
 from meshrl.config.machine import GIB
 from meshrl.config.recipe import Recipe, algorithm_needs
 

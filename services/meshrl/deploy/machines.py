@@ -6,17 +6,17 @@ if there are others. The trainer runs on the first ones, everything else on the 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshrl.common.process_guard import DRAIN_AT_EOF, PARENT_VARIABLE
+from meshrl.common.python_process import PYTHON
 from meshrl.config.placement import Placement
 from meshrl.config.recipe import Recipe, names
 from meshrl.contract.errors import ConfigError, UserError
 
 MACHINE = "{machine}"
-PROGRAM = (sys.executable, "-P", "-m", "meshrl.cli")
+PROGRAM = (*PYTHON, "meshrl.cli")
 """The command `meshrl` in a process that `up` starts."""
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from meshrl.common.plain_text import counted
 from meshrl.common.process_guard import die_with_parent, die_with_supervisor
+from meshrl.common.python_process import PYTHON
 
 LIGHT = (
     "meshrl.cli.commands.serve",
@@ -46,8 +47,6 @@ TORCH = (
     "meshrl.rollout.engines.torch",
     "transformers.models.auto.tokenization_auto",
 )
-PYTHON = (sys.executable, "-P", "-m")
-"""How a service starts: its working directory holds no code of ours."""
 NAME = (*PYTHON, "meshrl.launcher.preloader")
 CONTROL = 0
 """The descriptor of the socket to `up`."""
@@ -167,7 +166,7 @@ def _detach(control: socket.socket, lines: int) -> None:
 
 
 def _run(argv: Sequence[str]) -> None:
-    """Run `python -P -m MODULE ARGUMENTS`, which `argv` says, as the interpreter would."""
+    """Run the module behind PYTHON in `argv`, with its arguments, as the interpreter would."""
     # `random` draws a seed after a fork by itself. Torch begins with the same constant in every process.
     if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed()

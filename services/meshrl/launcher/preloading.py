@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from typing import IO, Literal, TypeAlias
 
 from meshrl.common.process_guard import PARENT_VARIABLE
-from meshrl.launcher.preloader import LIGHT, NAME, PADDING, PYTHON, READY, REQUEST_BYTES, TORCH
+from meshrl.common.python_process import PYTHON
+from meshrl.launcher.preloader import LIGHT, NAME, PADDING, READY, REQUEST_BYTES, TORCH
 
 Kind: TypeAlias = Literal["light", "torch"]
 KINDS: tuple[Kind, ...] = ("light", "torch")
@@ -43,8 +44,7 @@ class PreloadError(Exception):
 
 def service_environment(more: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that `up` starts."""
-    env = {**NO_THREADS, **os.environ, **more}
-    return env | {"PYTHONUNBUFFERED": "1", PARENT_VARIABLE: str(os.getpid())}
+    return {**NO_THREADS, **os.environ, **more, PARENT_VARIABLE: str(os.getpid())}
 
 
 class ForkedProcess:

@@ -23,6 +23,7 @@ from contextlib import nullcontext
 from functools import partial
 
 from meshrl.common.process_guard import DRAIN_AT_EOF, PARENT_VARIABLE
+from meshrl.common.python_process import PYTHON
 from meshrl.common.sockets import is_loopback
 from meshrl.config.recipe import Recipe
 from meshrl.config.weights import WeightsConfig
@@ -105,9 +106,7 @@ async def _run_ranks(count: int, ranks_of_all: int, place: tuple[str, int], node
     }
     ranks = [
         await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
+            *PYTHON,
             "meshrl.cli",
             *sys.argv[1:],
             env={

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 
 from meshrl.common.plain_text import say, say_error
+from meshrl.common.python_process import PYTHON
 from meshrl.config.machine import ThisMachine
 from meshrl.config.placement import place
 from meshrl.config.recipe import Recipe
@@ -26,7 +27,6 @@ from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, run_lock
 from meshrl.launcher.control import Answer, Operation, control_socket
 from meshrl.launcher.observer import Observer
 from meshrl.launcher.plan import LaunchPlan, ProbeOf
-from meshrl.launcher.preloader import PYTHON
 from meshrl.launcher.preloading import Preloading
 from meshrl.launcher.processes import LineSink, ServiceProcess
 from meshrl.launcher.run_directory import (

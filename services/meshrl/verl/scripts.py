@@ -20,7 +20,7 @@ from meshrl.sandbox.sandbox import StrictSandbox, no_bubblewrap
 from meshrl.verl import shell
 from meshrl.verl.programs import VerlCommand, VerlProgram, chosen
 
-PROGRAM = ("-P", "-m", "meshrl.sandbox.commands")
+PROGRAM = "meshrl.sandbox.commands"
 LIMITS = Limits(deadline_s=10.0, processes=64, open_files=256)
 NO_COMMAND = (
     "no verl command found; want a line like python3 -m verl.trainer.main_ppo key=value ..."

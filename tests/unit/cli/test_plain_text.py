@@ -27,6 +27,7 @@ from meshrl.cli.options import Finite
 from meshrl.cli.root import report
 from meshrl.common.plain_text import (
     LogFormatter,
+    fit_terminal,
     harmless,
     harmless_faults,
     one_line,
@@ -343,3 +344,58 @@ def test_a_fault_that_nobody_caught_is_printed_harmlessly(
     lines = capsys.readouterr().err.split("\n")
     assert all(map(is_harmless, lines)) and len(lines) > 5
     assert not [line for line in lines if line.startswith(FORGED)]
+
+
+PRINTERS: dict[str, Callable[[str], None]] = {
+    "a line": say,
+    "lines": lambda text: say(f"{text}\n{text}", lines=True),
+    "an error": lambda text: say_error(UserError(text)),
+    "JSON": lambda text: say_json(json.dumps({"said": text}, ensure_ascii=False)),
+    "a table": lambda text: text_console().print(_table_of(text)),
+    "a rule": lambda text: text_console().rule(Text(text)),
+    "a log": lambda text: logging.getLogger("printers").warning("%s", text),
+    "a command that is wrong": lambda text: meshrl.cli.main([text]),
+    "the log of services": lambda text: MergedLog(Path(), ["a"], text_console())._show("a", text),
+}
+
+
+def _table_of(text: str) -> Table:
+    table = Table(title=text)
+    table.add_row(text)
+    return table
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp1252", "gb2312", "utf-8"])
+@pytest.mark.parametrize("told", [False, True])
+def test_every_printer_prints_what_the_terminal_has_and_what_is_near_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, encoding: str, told: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "é │ → ▁█ … 二加三 😀 \udce9"
+    if told:
+        monkeypatch.setenv("MESHRL_TERMINAL", encoding)
+    for name, prints in PRINTERS.items():
+        said = io.BytesIO()
+        first = "utf-8" if told else encoding
+        stream = io.TextIOWrapper(said, encoding=first, write_through=True)
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        if told:
+            monkeypatch.setenv("MESHRL_TERMINAL", encoding)
+        fit_terminal()
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(LogFormatter())
+        logging.getLogger("printers").addHandler(handler)
+        try:
+            prints(text)
+        except SystemExit as error:
+            assert error.code == 2, name
+        finally:
+            logging.getLogger("printers").removeHandler(handler)
+        shown = said.getvalue().decode(encoding)
+        if name == "JSON":
+            assert json.loads(shown) == {"said": text}
+        elif encoding in ("latin-1", "ascii"):
+            assert "| > _# ... ??? ?" in shown, (name, shown)
+        else:
+            assert "│" in shown or "|" in shown, (name, shown)

@@ -13,6 +13,7 @@ import pytest
 
 from meshrl.common import plugins
 from meshrl.common.plugins import check_admitted, load
+from meshrl.common.python_process import PYTHON
 from meshrl.contract.errors import ConfigError
 from meshrl.rollout.user_functions import load_function
 
@@ -69,7 +70,7 @@ def test_a_service_imports_nothing_from_its_working_directory(tmp_path: Path) ->
     (tmp_path / "click.py").write_text("raise SystemExit('planted')")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "meshrl.cli", "--help"],
+        [*PYTHON, "meshrl.cli", "--help"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from meshrl.common.device_lease import DeviceShare
+from meshrl.common.python_process import PYTHON
 from meshrl.launcher.preloader import LIGHT, TORCH
 from meshrl.launcher.preloading import ForkedProcess, Preloading, preloading
 from meshrl.launcher.processes import ServiceProcess
@@ -66,7 +67,7 @@ def preloaded(modules: Any = NOTHING) -> Iterator[Preloading]:
 def service(module: str, *arguments: str, **rules: Any) -> Service:
     return Service(
         name=module,
-        argv=(sys.executable, "-P", "-m", module, *arguments),
+        argv=(*PYTHON, module, *arguments),
         preload="torch",
         **rules,
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.common.device_lease import DEVICES
+from meshrl.common.python_process import PYTHON
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.machine import AssumedMachine, Assumptions
 from meshrl.config.placement import place
@@ -26,7 +27,6 @@ from meshrl.launcher.address_book import (
     run_lock,
 )
 from meshrl.launcher.plan import LaunchPlan
-from meshrl.launcher.preloader import PYTHON
 from meshrl.launcher.service import Probe, Service, always_ready
 
 

@@ -127,7 +127,7 @@ def test_what_a_sandbox_leaves_ends_with_its_cgroup(
 ) -> None:
     made = Cgroups(root, controllers=())
     monkeypatch.setattr(sandbox_module, "cgroups", lambda: made)
-    launch = WeakSandbox(limits=UNLIMITED).launch(("-c", ""))
+    launch = WeakSandbox(limits=UNLIMITED).launch("this")
     program = ["sh", "-c", "cat /proc/self/cgroup; echo started; setsid sleep 60 & wait"]
     sandbox = subprocess.Popen([*launch.argv[:4], *program], stdout=subprocess.PIPE, text=True)
     assert sandbox.stdout is not None

@@ -447,12 +447,12 @@ class LaunchFails:
         self._good = good
         self._open = OpenSandbox(limits=self.limits)
 
-    def launch(self, program: Sequence[str], *, shares: int = 2) -> Launch:
+    def launch(self, module: str, *, shares: int = 2) -> Launch:
         self.launches += 1
         if self.launches > self._good:
             self.failed.set()
             raise RuntimeError("nobody foresaw this")
-        return self._open.launch(program)
+        return self._open.launch(module)
 
     def process(self, pid: int) -> int | None:
         return pid

@@ -30,7 +30,7 @@ def test_a_weak_sandbox_of_root_runs_as_nobody(
 ) -> None:
     monkeypatch.setattr(sandbox, "python_paths", set)
     folder.chmod(0o755)
-    launch = open_sandbox(Isolation.WEAK, Limits(), readable=(folder,)).launch(("-c", ""))
+    launch = open_sandbox(Isolation.WEAK, Limits(), readable=(folder,)).launch("this")
     launch.discard()
     assert launch.confinement["user"] == NOBODY
 

@@ -29,7 +29,7 @@ from meshrl.sandbox.sandbox import Isolation, Launch, Sandbox
 log = logging.getLogger(__name__)
 output_log = logging.getLogger("meshrl.rewardd.output")
 
-SCORING_PROCESS = ("-P", "-m", "meshrl.rewardd.pool.scoring_process")
+SCORING_PROCESS = "meshrl.rewardd.pool.scoring_process"
 CHUNK = 1 << 16
 MAX_REPLY_BYTES = 1 << 20
 """Replies are small: a longer one did not come from our code."""

@@ -18,6 +18,7 @@ from pydantic import Field, PositiveFloat
 
 from meshrl.common.config import Config as BaseConfig
 from meshrl.common.config import read_options
+from meshrl.common.python_process import start_words
 from meshrl.contract.errors import ConfigError
 from meshrl.rollout.agents.agent_server import AgentServer
 from meshrl.rollout.agents.session import Gateway
@@ -75,7 +76,7 @@ def build(options: Mapping[str, object], *, gateway: Gateway | None) -> Program:
             "the program verifiers needs a gateway, and only a rollout service has one"
         )
     agent = AgentServer(
-        [config.python, "-P", str(SERVER), "serve", json.dumps(config.env), config.seat],
+        [*start_words(config.python), str(SERVER), "serve", json.dumps(config.env), config.seat],
         env={"HF_HUB_OFFLINE": "1", "UV_OFFLINE": "1", **config.variables},
         start_timeout_s=config.start_timeout_s,
         cancel_timeout_s=config.cancel_timeout_s,

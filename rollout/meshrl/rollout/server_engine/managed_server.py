@@ -23,6 +23,7 @@ import httpx
 
 from meshrl.common import device_lease, process_guard
 from meshrl.common.device_lease import DeviceShare
+from meshrl.common.python_process import spared
 from meshrl.contract.errors import (
     ConfigError,
     EngineGoneError,
@@ -275,6 +276,9 @@ class ManagedServer:
         kind, config = self._kind, self._config
         arguments = kind.arguments(checkpoint, max_length=max_length, slots=self._slots, port=port)
         environment = {**kind.environment(), **config.env, kind.key_name: key}
+        environment, left_out = spared(environment, *config.env)
+        if left_out:
+            log.warning("%s starts without %s", kind.name, ", ".join(left_out))
         paths = (str(kind.plugin or ""), environment.get("PYTHONPATH", ""))
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         path = config.log or Path(tempfile.gettempdir()) / f"meshrl-{kind.package}-{port}.log"

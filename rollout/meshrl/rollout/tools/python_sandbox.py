@@ -24,7 +24,7 @@ from meshrl.rollout.tools.ports import Tool, ToolCaller, ToolConfig, ToolError
 from meshrl.sandbox.limits import Limits
 from meshrl.sandbox.sandbox import Isolation, Launch, no_bubblewrap, open_sandbox
 
-INTERPRETERS = ("-P", "-m", "meshrl.sandbox.interpreters")
+INTERPRETERS = "meshrl.sandbox.interpreters"
 PROCESSES = 1024
 """Processes and threads of all rows of a worker together."""
 LINE_BYTES = 1 << 20

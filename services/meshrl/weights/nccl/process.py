@@ -9,12 +9,12 @@ import logging
 import os
 import signal
 import socket
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 from meshrl.common import shared_buffers
 from meshrl.common.process_guard import PARENT_VARIABLE
+from meshrl.common.python_process import PYTHON
 from meshrl.config.weights import NcclConfig
 from meshrl.contract.errors import ConfigError, UnavailableError, from_detail
 from meshrl.contract.ports import LentBucket
@@ -110,9 +110,7 @@ class NcclProcess:
         config = self._config
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                "-m",
+                *PYTHON,
                 _MODULE,
                 "--socket",
                 str(fds[0]),

@@ -29,6 +29,7 @@ from pydantic import (
 )
 
 from meshrl.common.config import Config
+from meshrl.common.python_process import start_with
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.data.files import FileRow
 
@@ -128,14 +129,15 @@ def _made(config: ReasoningGymConfig, wanted: str) -> Iterator[FileRow]:
         raise ConfigError(
             "data.reasoning_gym needs the package reasoning-gym: pip install 'meshrl[reasoning-gym]'"
         )
+    words, environment = start_with({"PYTHONHASHSEED": "0", "PYTHONWARNINGS": "ignore"})
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, wanted],
+        [*words, __name__, wanted],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         encoding="utf-8",
-        env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONWARNINGS": "ignore"},
+        env=environment,
     )
     # Its stderr is a line or two, so it is read after stdout has ended.
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
