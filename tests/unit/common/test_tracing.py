@@ -160,7 +160,11 @@ async def test_a_worker_tells_of_each_row_and_of_its_write(folder: Path) -> None
     assert names == ["generate", "generate", "rollout", "rollout", "write", "write"]
 
 
-def test_a_collector_gets_the_spans_as_otlp(folder: Path) -> None:
+def test_a_collector_gets_the_spans_as_otlp_past_a_proxy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
     with collector() as (url, got):
         tracing.start(folder, "s", 1.0, otlp=url)
         with tracing.row_span("rollout", ROW, delivery=1):
