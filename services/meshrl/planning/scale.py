@@ -232,8 +232,8 @@ class _Worker:
     async def _write(self) -> None:
         mesh = self._mesh
         while True:
-            self._written.clear()
             await self._written.wait()
+            self._written.clear()
             rows, self._finished = self._finished, []
             by_grant: dict[tuple[str, int], list[_Row]] = {}
             for row in rows:
@@ -248,8 +248,6 @@ class _Worker:
             # The other stages: a lease and a write each, whose rows come together as these did.
             stages = mesh.setting.stages
             mesh.processor.charge(calls=2 * stages, rows=2 * stages * len(rows))
-            if self._finished:
-                self._written.set()
 
     async def _write_later(self, blocks: list[RowBlock]) -> None:
         await asyncio.sleep(self._mesh.setting.reward_s)

@@ -79,6 +79,12 @@ def test_no_row_is_older_than_the_bound(bound: int) -> None:
     assert max(seen.staleness) <= bound
 
 
+def test_rows_that_end_while_others_are_written_are_written_too() -> None:
+    short = Lengths(mean=16, p99=32, most=32)
+    fast = replace(SMALL, workers=1, slots=64, tokens_per_s=1e8, lengths=short, step_s=1e-6)
+    assert run_setting(replace(fast, transfer_s=0.0)).samples_per_h > 0
+
+
 def test_looser_bounds_give_more() -> None:
     tight, loose = (run_setting(replace(SMALL, max_staleness=bound)) for bound in (0.0, math.inf))
     assert tight.samples_per_h < loose.samples_per_h
