@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 from typing_extensions import override
 
+from meshrl.contract.ports import Reserve, unbounded
 from meshrl.contract.types import (
     Batch,
     Lease,
@@ -200,6 +201,7 @@ class WatchedQueue(TransferQueue):
         at_least: int = 1,
         version: Version | None = None,
         wait_s: float,
+        reserve: Reserve = unbounded,
     ) -> Lease:
         lease = await super().lease(
             runs,
@@ -209,6 +211,7 @@ class WatchedQueue(TransferQueue):
             at_least=at_least,
             version=version,
             wait_s=wait_s,
+            reserve=reserve,
         )
         self.history.leased(stage, worker, lease)
         return lease

@@ -17,7 +17,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, Final
+from typing import Any, Final, cast
 from urllib.parse import unquote
 
 from grpc_health.v1 import health
@@ -132,7 +132,7 @@ class CallLimits:
                     calls.give_back(role, 1)
 
             try:
-                answer = await behavior(request, reader)
+                answer = await behavior(request, cast("Context", reader))
                 if answer is not None:
                     size = _size(answer)
                     if size > SMALL_BYTES:
@@ -147,12 +147,12 @@ class CallLimits:
         return run
 
 
-def _when_sent(answer: object, context: Context, end: Callable[[], object]) -> None:
+def _when_sent(answer: object, context: Context, end: Callable[[], None]) -> None:
     """Call `end` when the answer is sent, or will never be: of a stream, None, all is sent."""
     if answer is None:
         end()
     else:
-        context.add_done_callback(lambda _: end())
+        context.add_done_callback(lambda _: end())  # type: ignore[arg-type]  # wants a class, takes any function
 
 
 def _size(message: Any) -> int:
