@@ -180,6 +180,7 @@ check: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/architecture.py
+	$(BIN)/python .ci/plain_english.py
 	$(BIN)/python benchmarks/hops.py --check
 	$(BIN)/python benchmarks/hops.py --take --check
 	$(MAKE) --no-print-directory proto-drift
