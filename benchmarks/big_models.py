@@ -72,7 +72,7 @@ LITTLE = {
     "num_hidden_layers": 6,
     "moe_intermediate_size": 384,
 }
-"""What `--small` changes in a shape."""
+"""Sizes that `--small` changes in a shape."""
 STEPS = {
     "load": ("0.6B", 4),
     "reference": ("0.6B", 4),

@@ -1,4 +1,4 @@
-"""What compressing frames saves and costs: `python benchmarks/compression.py [--groups N]`; a JSON line last.
+"""Savings and costs of compressing frames: `python benchmarks/compression.py [--groups N]`; a JSON line last.
 
 Tokens are the words of this repository's own texts, numbered at random within a vocabulary, so that they repeat as
 text does; log-probs are drawn: three of five tokens nearly sure, the rest exponential. Groups of 8, prompt 256,

@@ -1,4 +1,4 @@
-"""What do 1,000 rollout workers cost one queue? Leases, heartbeats, memory, a restart of the queue, 64 that join.
+"""The cost of 1,000 rollout workers for one queue: leases, heartbeats, memory, a restart of the queue, 64 that join.
 
     python benchmarks/control.py [--workers 1000] [--processes 4] [--ttl 5] [--warm 60]
 
@@ -79,7 +79,7 @@ RUN, GROUP, GROUPS = "control", 8, 16
 FIRST = Version(1, 0)
 LENGTHS = Lengths(mean=1500, p99=4000, most=5000)
 TOKENS_PER_S = 50.0
-"""Of a worker: rows take 30 s on average, at most 100."""
+"""The rate of a worker: rows take 30 s on average, at most 100."""
 STEP_S = 0.5
 STORED_TOKENS = 16
 WARM_S = 60.0
@@ -186,7 +186,7 @@ class Call(NamedTuple):
     kind: str
     worker: str
     at: float
-    """Of the answer, on the machine's monotonic clock."""
+    """The time of the answer, on the machine's monotonic clock."""
     seconds: float
 
 

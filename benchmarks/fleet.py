@@ -76,7 +76,7 @@ def show(name: str, report: dict[str, Any]) -> None:
 
 
 def kept(results: dict[str, Any]) -> bool:
-    """What the README promises of the parts that ran."""
+    """Whether the parts that ran keep the README's promises."""
     failing, elastic = results.get("failing"), results.get("elastic")
     return (failing is None or failing["ours"]["broken_share"] < 0.01) and (
         elastic is None or elastic["area"] > 0.9

@@ -87,7 +87,7 @@ PLACES = {
     "payload": "storing",
     "stores": "storing",
 }
-"""Of modules and folders of the queue: how calls wait, what a run is and does, what is kept and read back."""
+"""The place of each module and folder of the queue: how calls wait, a run's state, what is kept and read back."""
 TRIES = 3
 """Rows that `--check` counts at most: what all of them called is what a row must pass."""
 COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "reward")

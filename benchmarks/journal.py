@@ -1,4 +1,4 @@
-"""What it costs to keep running responses in the queue: tokens per second with the journal and without, side by side.
+"""The cost of keeping running responses in the queue: tokens per second with the journal and without, side by side.
 
     python benchmarks/journal.py [--pairs 12] [--tokens 256] [--store disk] [--journal-tokens 64]
 

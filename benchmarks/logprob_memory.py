@@ -1,4 +1,4 @@
-"""What log-probs and entropies cost in memory as the vocabulary grows: chunked, and from whole logits.
+"""Memory of log-probs and entropies as the vocabulary grows: chunked, and from whole logits.
 
     python benchmarks/logprob_memory.py [--tokens 8192] [--vocab 150000] [--hidden 64]
 

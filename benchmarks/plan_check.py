@@ -36,7 +36,7 @@ SEEDS = 4
 WITHIN = 0.15
 SLOTS, GROUP, PROMPTS = 8, 4, 4
 TOKENS_PER_S = 400.0
-"""Of one engine: 50 a request."""
+"""The rate of one engine: 50 a request."""
 MEAN, P99, MOST = 150, 400, 480
 PATIENCE_S = 900.0
 REWARD = (
@@ -133,7 +133,7 @@ def train(recipe: Path, mesh: Mesh) -> list[dict[str, float]]:
 
 
 def measured(steps: list[dict[str, float]]) -> dict[str, Any]:
-    """What the run did."""
+    """The figures of the run."""
 
     def mean(key: str) -> float:
         return sum(step.get(key, 0.0) for step in steps) / len(steps)
@@ -153,7 +153,7 @@ def measured(steps: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def predicted(recipe: Path, mesh: Mesh, step_s: float) -> dict[str, float]:
-    """What the planner says of this division of workers and one trainer."""
+    """The planner's figures for this division of workers and one trainer."""
     asked = PlanQuestion(
         gpus=mesh.workers + 1,
         rollout_gpus=mesh.workers,
@@ -172,7 +172,7 @@ def predicted(recipe: Path, mesh: Mesh, step_s: float) -> dict[str, float]:
 
 
 def off(said: float, seen: float) -> float:
-    """By how much a prediction misses; of figures below one, the difference."""
+    """The relative error of a prediction; of figures below one, the difference."""
     return abs(said - seen) / max(seen, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""What would `meshrl plan` have said of published speed-ups of asynchronous over synchronous training?
+"""Published speed-ups of asynchronous over synchronous training, and the prediction of `meshrl plan` for each.
 
     python benchmarks/plan_published.py [--only areal_1_5b,pipelinerl]
 
@@ -27,18 +27,18 @@ from meshrl.planning.planner import PlanQuestion, plan
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes/gsm8k/recipe.yaml"
 MEANS = (1 / 6, 1 / 3, 1 / 2)
-"""Of the longest response."""
+"""Mean lengths as a share of the longest response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What a publication gives of the run behind its figure."""
+    """The run behind a published figure."""
 
     ratio: float
     gpus: int
     params: float
     prompts: int
-    """Of a batch, each answered `group` times."""
+    """Prompts of a batch, each answered `group` times."""
     group: int
     longest: int
     max_staleness: float

@@ -1,4 +1,4 @@
-"""What a score costs: gsm8k plainly, in our processes, in sandboxes, and verl's own function in a process pool.
+"""The cost of a score: gsm8k plainly, in our processes, in sandboxes, and verl's own function in a process pool.
 
     python benchmarks/reward.py [--samples 8000] [--repeats 5] [--seconds 5] [--rows 16000] [--verl DIR]
 
@@ -193,7 +193,7 @@ async def rates(
 
 
 async def overhead_us(judge: PoolJudge, batch: Sequence[Sample], plain_us: float) -> float:
-    """Of one score in calls of 64 that follow one another, above the plain call."""
+    """Microseconds of one score above the plain call, in calls of 64 that follow one another."""
     calls = [batch[n : n + BATCH] for n in range(0, len(batch) - BATCH, BATCH)]
     took: list[float] = []
     for call in calls:

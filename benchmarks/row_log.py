@@ -1,4 +1,4 @@
-"""What it costs training to keep its rows: the same steps with `trainer.log_rows` all and off, in turn.
+"""The cost of keeping a training's rows: the same steps with `trainer.log_rows` all and off, in turn.
 
     python benchmarks/row_log.py [--pairs 40] [--work demo,wide] [--groups 32]
 
@@ -142,11 +142,11 @@ class Spent:
     """Seconds of one step."""
 
     cpu: float
-    """Of the whole process."""
+    """Processor seconds of the whole process."""
     log: float
-    """Of the processor, by the writer."""
+    """Processor seconds of the writer."""
     loop: float
-    """Of the processor, by the event loop."""
+    """Processor seconds of the event loop."""
 
 
 async def step(

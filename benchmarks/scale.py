@@ -1,4 +1,4 @@
-"""What grows with the fleet? 1,000 and 4,096 rollout workers and 64 trainer ranks in virtual time, in four modes.
+"""Growth with the fleet: 1,000 and 4,096 rollout workers and 64 trainer ranks in virtual time, in four modes.
 
     python benchmarks/scale.py [--workers 1000,4096] [--modes sync,bounded_4] [--steps 6]
     python benchmarks/scale.py --handlers
@@ -52,7 +52,7 @@ MODES = {
 }
 GROUP, TOKENS, ROWS = 8, 1000, 4096
 WEIGHT_BYTES, BYTES_PER_S = 16e9, 5e9
-"""Of the model, and into each worker."""
+"""Bytes of the model, and their rate into each worker."""
 FIRST = Version(1, 0)
 
 

@@ -1,4 +1,4 @@
-"""What tracing costs: of one row's spans in all services, and of whole meshes with and without it, two at a time.
+"""The cost of tracing: of one row's spans in all services, and of whole meshes with and without it, two at a time.
 
     python benchmarks/trace_cost.py [--minutes 20] [--shares 0.1,1] [--groups 4]
 
@@ -48,7 +48,7 @@ BLOCK_S = 10.0
 
 
 def one_row(number: int) -> None:
-    """What the services do with a row of one turn."""
+    """The spans of all services for a row of one turn."""
     uid = Uid("demo", f"0-{number // 8}", number % 8)
     with tracing.row_span("rollout", uid, delivery=1), tracing.span("generate", turn=0) as span:
         if span is not None:
@@ -70,17 +70,17 @@ def spans_alone(share: float, first: int) -> float:
 
 
 class Spent(NamedTuple):
-    """Of a mesh since its start, or in a block."""
+    """Processor seconds of a mesh since its start, or in a block."""
 
     all_s: float
     """Seconds of processor time of the services."""
     own_s: float
-    """Of tracing in them, and of the clock that measures it."""
+    """The share of tracing in them, and of the clock that measures it."""
     rows: int
     """That were trained."""
 
     def since(self, other: Spent) -> Spent:
-        """What came after `other`."""
+        """The difference to `other`, which came before."""
         return Spent(*(now - then for now, then in zip(self, other, strict=True)))
 
 
@@ -156,12 +156,12 @@ class SwitchedMesh:
 
 
 def _processor_s(pid: int) -> float:
-    """Of all threads of a process, also those that have ended: clock_getcpuclockid(3)."""
+    """Processor seconds of all threads of a process, also those that have ended: clock_getcpuclockid(3)."""
     return time.clock_gettime((~pid << 3) | 2)
 
 
 def block(meshes: Sequence[SwitchedMesh], traced: int, share: float) -> tuple[Spent, Spent]:
-    """What the traced mesh spent in some seconds, and what the other one did."""
+    """The costs of the traced mesh and of the other one in some seconds."""
     before = [mesh.edge(share if at == traced else 0.0) for at, mesh in enumerate(meshes)]
     time.sleep(BLOCK_S)
     after = [mesh.edge(0.0) for mesh in meshes]

@@ -1,4 +1,4 @@
-"""What tracing costs a row, by pairs of steps: one traced, one not, hundreds of times in one process.
+"""The cost of tracing for a row, by pairs of steps: one traced, one not, hundreds of times in one process.
 
     python benchmarks/trace_steps.py [--pairs 500] [--shares 0.1,1] [--tokens 32,256] [--pool FILE]
 
@@ -54,7 +54,7 @@ from meshrl.trainer.ranks.world import World
 from meshrl.transferqueue.queue import TransferQueue
 
 ROWS, GROUP = 32, 8
-"""Of a step, and of a group."""
+"""Rows of a step, and of a group."""
 WARM, ROW_PAIRS = 8, 4
 """Steps before the first pair; pairs by which a row of another length is measured."""
 LEAST = {
@@ -213,7 +213,7 @@ def main() -> None:
 
 
 def pooled(measured: Sequence[Mapping[str, Any]], kind: str) -> dict[str, np.ndarray]:
-    """What was measured for each share, or each length, in all runs."""
+    """The measurements of each share, or each length, in all runs."""
     names = dict.fromkeys(each[kind] for each in measured if kind in each)
     return {
         name: np.concatenate([each["us"] for each in measured if each.get(kind) == name])

@@ -62,7 +62,7 @@ NAMES = ["one", "two", "three"]
 WARM = 2
 SMALL = 16 << 20
 _STEP_S = 2.0
-"""Of a trainer's step: a model of 256 MiB takes longer, with a batch worth its name."""
+"""Seconds of a trainer's step: a model of 256 MiB takes longer, with a batch worth its name."""
 
 
 class SignallingSource:
@@ -191,7 +191,7 @@ class Bench:
         print(f"stop    {figures}", flush=True)
 
     async def root(self) -> None:
-        """What leaves the trainer: each bucket that is read for sending counts."""
+        """Count the bytes that leave the trainer: each bucket that is read for sending."""
         self.results["root"] = {}
         for carrier in [each for each in self.options.carriers if each in ("gloo", "nccl")]:
             config = self.config(carrier, nccl={"library": "stub"}, bucket_bytes=SMALL // 4)
@@ -287,7 +287,7 @@ class Bench:
     async def _publish_to_stopped(
         self, config: dict[str, object], weights: Drifting, step_s: float
     ) -> list[float]:
-        """What each publish took, the first of a fleet that stops in it."""
+        """Seconds of each publish, the first of a fleet that stops in it."""
         waits = []
         async with opened(config, self.place("hung"), NAMES) as fleet:
             for _ in range(WARM):
@@ -349,7 +349,7 @@ class Bench:
 
 
 def plain_copy_s(nbytes: int) -> float:
-    """What one process takes to copy as much, here and now: the yardstick of a busy machine."""
+    """Seconds that one process takes to copy as much, here and now: the yardstick of a busy machine."""
     there, here = np.ones(nbytes, dtype=np.uint8), np.zeros(nbytes, dtype=np.uint8)
     here[:] = 1  # no page is new
     began = time.monotonic()

@@ -129,7 +129,7 @@ async def least_in_flight(seconds: float) -> dict[str, Any]:
 def shares(
     got: dict[str, int], before: dict[str, int] | Counter[str], done: int, seconds: float
 ) -> dict[str, Any]:
-    """What is shown of one side."""
+    """The figures of one side."""
     return {
         "broken_share": got["broken"] / max(1, sum(got.values())),
         "broken_prompts": got["broken"],

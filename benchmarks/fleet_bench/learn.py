@@ -113,7 +113,7 @@ def cpu_s(pid: int) -> float:
 
 
 def report_of(lines: Sequence[Line]) -> dict[str, Any]:
-    """What metrics.jsonl says of the steps after the first ones, and of the evaluation at the end."""
+    """The figures of metrics.jsonl after the first steps, and of the evaluation at the end."""
     steps = [line for line in lines if "reward/mean" in line]
     timed = steps[WARM_UP_STEPS:]
     seconds = sum(line["time/step_s"] for line in timed)

@@ -1,4 +1,4 @@
-"""What this machine is, as one JSON object: GPUs, driver's view, torch, cupy, NCCL, and what placement would do.
+"""This machine as one JSON object: GPUs, driver's view, torch, cupy, NCCL, and what placement would do.
 
 python benchmarks/gpu/machine.py
 """

@@ -84,7 +84,7 @@ def _vllm(python: str) -> list[str]:
 
 
 def read(name: str) -> dict[str, Any]:
-    """What the run's files say."""
+    """The figures in the run's files."""
     directory = Path("runs", name)
     metrics = directory / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.is_file() else []

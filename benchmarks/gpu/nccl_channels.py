@@ -1,4 +1,4 @@
-"""What a channel of the `nccl` carrier does on real GPUs: joining, bytes, deadlines, deaths, recovery time.
+"""A channel of the `nccl` carrier on real GPUs: joining, bytes, deadlines, deaths, recovery time.
 
     python benchmarks/gpu/nccl_channels.py [--mib 256] [--buckets 8] [--rounds 5] [--deadline 10] [--library stub]
 

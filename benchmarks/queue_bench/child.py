@@ -67,7 +67,7 @@ def tell(**answer: Any) -> None:
 
 
 async def orders() -> AsyncIterator[dict[str, Any]]:
-    """What the parent says, until it hangs up."""
+    """The parent's orders, until it hangs up."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

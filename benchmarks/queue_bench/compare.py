@@ -26,7 +26,7 @@ PEER = "peer"
 FLOOR = "floor"
 """gRPC with nothing behind it: what any queue over it costs at least."""
 TUNING = ("groups", "in_flight", "admit", "resident_batches")
-"""Of ours."""
+"""Options of our side."""
 Opener = Callable[[Path], AbstractAsyncContextManager[System]]
 
 
@@ -214,7 +214,7 @@ def quantile(values: Sequence[float], part: float) -> float:
 
 
 def ratios(figures: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of each of our stores to each peer, to the peer's best in either figure, and to the floor."""
+    """Ratios of each of our stores to each peer, to the peer's best in either figure, and to the floor."""
     rated = {
         name: (made["samples_per_s"], made["cpu_us_per_sample"])
         for name, made in figures.items()

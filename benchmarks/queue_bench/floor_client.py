@@ -27,7 +27,7 @@ from meshrl.rpc.transport import CHANNEL_OPTIONS
 
 
 class Client:
-    """What the roles share."""
+    """The part that all roles share."""
 
     def __init__(self, number: int, address: str, seed: int, tuning: dict[str, Any]) -> None:
         self.number, self.seed, self.tuning = number, seed, tuning

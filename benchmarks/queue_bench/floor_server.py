@@ -1,4 +1,4 @@
-"""What gRPC alone costs: the messages of our queue between the same processes, with no queue behind them.
+"""The cost of gRPC alone: the messages of our queue between the same processes, with no queue behind them.
 
     python floor_server.py
 

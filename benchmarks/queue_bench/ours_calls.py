@@ -93,7 +93,7 @@ def frames(rows: Sequence[Mapping[str, Array]]) -> list[tuple[int, int]]:
 def packed_group(
     leased: LeasedBlock, frame: bytes, facts: tuple[RowFacts, ...] = (), start: int = 0
 ) -> RowBlock:
-    """Of an annotator's frame, or of a producer's, which begins with row `start` and has facts of each row."""
+    """An annotator's frame, or a producer's, which begins with row `start` and has facts of each row."""
     end = start + len(facts) if facts else len(leased)
     return RowBlock(
         task=leased.task,
@@ -138,6 +138,6 @@ def rows_of(fetched: Mapping[str, Flat]) -> list[tuple[Any, ...]]:
 
 
 def ends(column: Flat) -> Array:
-    """Where each row but the last ends."""
+    """The end of each row but the last."""
     assert column.lengths is not None
     return np.cumsum(column.lengths, dtype=np.int64)[:-1]

@@ -40,7 +40,7 @@ def jagged_like(values: Any, offsets: torch.Tensor) -> torch.Tensor:
 
 
 class Client:
-    """What the roles share."""
+    """The part that all roles share."""
 
     def __init__(self, number: int, config: Any, seed: int, tuning: dict[str, Any]) -> None:
         self.number, self.seed = number, seed

@@ -30,7 +30,7 @@ GROUPS = 128
 """Distinct groups; they come round again and again under new task ids."""
 TASKS = 1 << 30
 READINGS = 60
-"""Of each part; a reading is the most memory that was seen in its time."""
+"""Readings of each part; a reading is the most memory that was seen in its time."""
 LOOK_S = 0.1
 FLAT = 0.05
 STILL_S = 60.0
@@ -115,7 +115,7 @@ async def until_full(queue: Queue, system: System) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What has been done so far, and for how much processor time."""
+    """Work done so far, and its processor time."""
 
     at: float
     left: int
@@ -179,7 +179,7 @@ async def healthy_for(seconds: float, system: System) -> None:
 
 
 def flatness(looks: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Of the memory that each reading's time took at most: how far it deviates, and how much it grows.
+    """Deviation and growth of the most memory of each reading's time.
 
     `deviation` is the largest distance from the median; `grows` is how much a straight line through the readings
     rises from the first to the last; both are parts of the median. Between the peaks the memory says little: protobuf

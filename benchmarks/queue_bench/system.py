@@ -63,7 +63,7 @@ def memory(pid: int, name: str = "VmRSS") -> int:
 
 
 def total_cpu_s(pids: Sequence[int]) -> float:
-    """Of those that still live."""
+    """Processor seconds of the processes that still live."""
     total = 0.0
     for pid in pids:
         with suppress(OSError):
@@ -121,11 +121,11 @@ class Child:
 
 @dataclass
 class Pass:
-    """What one pass of the whole work has cost."""
+    """The cost of one pass of the whole work."""
 
     wall_s: float
     cpu_s: dict[str, float]
-    """By part: server, clients, framework."""
+    """Processor seconds by part: server, clients, framework."""
     server_rss: int
     put_ms: list[float]
     take_ms: list[float]

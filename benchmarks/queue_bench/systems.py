@@ -80,7 +80,7 @@ async def start_redis(folder: Path) -> tuple[Child, str]:
 
 
 def redis_command(folder: Path) -> tuple[list[str], int]:
-    """What starts a server on a free port, its files in `folder`."""
+    """The command that starts a server on a free port, its files in `folder`."""
     program = shutil.which("redis-server")
     if program is None:
         raise ChildFailed("no redis-server (apt-get install redis-server); --store leaves it out")

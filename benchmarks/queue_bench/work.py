@@ -27,19 +27,19 @@ EXPERTS = bool(os.environ.get("QUEUE_BENCH_EXPERTS"))
 ROUTED = (48, 8)
 """Layers, and experts of a token: Qwen3-30B."""
 SAMPLED = ("tokens", "loss_mask", "rollout_logprobs", *(("experts",) if EXPERTS else ()))
-"""What a producer writes; fields of Group."""
+"""Columns that a producer writes; fields of Group."""
 VOCABULARY = 32_000
 SIGMA = 0.8
-"""Of the log of a response's length."""
+"""Deviation of the log of a response's length."""
 SAMPLED_BYTES = 4 + 1 + 4 + EXPERTS * ROUTED[0] * ROUTED[1]
-"""Of a token, in what a producer writes."""
+"""Bytes of a token that a producer writes."""
 BYTES_PER_TOKEN = SAMPLED_BYTES + 4
-"""With ref_logprobs."""
+"""The same with ref_logprobs."""
 _ROWS = (64 << 20) // (TOKENS * BYTES_PER_TOKEN)
 BATCH = max(GROUP, min(256, 1 << (_ROWS.bit_length() - 1))) if _ROWS else GROUP
 """Samples of one batch of the consumer: 256, or fewer that are 64 MiB."""
 SAMPLES = max(4, min(16, (256 << 20) // (BATCH * TOKENS * BYTES_PER_TOKEN))) * BATCH
-"""Of one pass, unless said."""
+"""Samples of one pass, unless said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def group(seed: int, number: int) -> Group:
 
 
 def annotate(tokens: Array, starts: Array) -> tuple[Array, Array]:
-    """What the annotator adds, from every token of its rows: reward float32[rows], ref_logprobs float32[all tokens].
+    """The annotator's columns from every token of its rows: reward float32[rows], ref_logprobs float32[all tokens].
 
     `tokens` is the rows one after the other, `starts` where each begins.
     """
@@ -85,13 +85,13 @@ def annotate(tokens: Array, starts: Array) -> tuple[Array, Array]:
 
 
 def starts_of(rows: Sequence[Array]) -> Array:
-    """Where each row begins once they stand one after the other."""
+    """The beginning of each row once they stand one after the other."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     return np.cumsum(lengths) - lengths
 
 
 def digest(reward: float, *columns: Array) -> int:
-    """Of one row: its reward, SAMPLED, the reference's log-probs."""
+    """A digest of one row: its reward, SAMPLED, the reference's log-probs."""
     check = crc32(np.float32(reward).tobytes())
     for array in columns:
         check = crc32(np.ascontiguousarray(array), check)
@@ -99,7 +99,7 @@ def digest(reward: float, *columns: Array) -> int:
 
 
 def digests(given: Group) -> list[int]:
-    """What must arrive of a group."""
+    """The digests that must arrive of a group."""
     rewards, reference = annotate(np.concatenate(given.tokens), starts_of(given.tokens))
     parts = np.split(reference, starts_of(given.tokens)[1:])
     columns = zip(rewards, *(getattr(given, name) for name in SAMPLED), parts, strict=True)

@@ -54,7 +54,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Where the two services are."""
+    """The addresses of the two services."""
 
     queue: Queue
     registry: RewardRegistryClient
@@ -88,7 +88,7 @@ async def mesh(groups: int) -> AsyncIterator[Mesh]:
 
 
 def _client(directory: Path, address: str) -> QueueClient:
-    """With what the run's queue asks for; later clients present it too."""
+    """A client with the credential of the run's queue; later clients present it too."""
     credentials.use_run_directory(directory / "run")
     return QueueClient(address)
 

@@ -24,7 +24,7 @@ from meshrl.trainer.ranks.world import World
 
 NOW = Version(1, 0)
 MAX_TOKENS = 512
-"""Of a pack: on a CPU larger ones need more memory and are no faster."""
+"""Tokens of a pack: on a CPU larger ones need more memory and are no faster."""
 
 
 def learner_of(model: Path, work: Work, world: World) -> Learner:

@@ -48,7 +48,7 @@ class Update:
 
     version: str
     began: float
-    """By the clock of all processes: when its gather began."""
+    """The start of its gather, by the clock of all processes."""
     prepare_s: float
     """From publishing until every engine that served it held it."""
     sync_s: float

@@ -1,4 +1,4 @@
-"""What each kind of staging costs the embedded engine: copies before and at the commit, memory, the pause."""
+"""The cost of each kind of staging for the embedded engine: copies before and at the commit, memory, the pause."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CopiedBytes(TorchDispatchMode):
 
 
 def figures(total_bytes: int, updates: int) -> dict[Staging, dict[str, float]]:
-    """By kind, of a model of about so many bytes, in versions and milliseconds."""
+    """Milliseconds by kind, of a model of about so many bytes, in versions."""
     with tempfile.TemporaryDirectory() as directory:
         layers = max(1, total_bytes // LAYER_BYTES)
         Path(directory, "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": layers}))

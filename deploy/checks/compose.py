@@ -269,7 +269,7 @@ def asked(path: str) -> Any:
 
 
 def expressions(part: Any) -> Iterator[str]:
-    """Of the dashboard's panels."""
+    """Expressions of the dashboard's panels."""
     inside: list[Any] = part if isinstance(part, list) else []
     if isinstance(part, dict):
         inside = list(part.values())

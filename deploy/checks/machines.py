@@ -81,7 +81,7 @@ class Program:
         return self.process.poll() if self.process is not None else None
 
     def kill(self) -> None:
-        """With everything below it, as when the machine goes."""
+        """Kill it with everything below it, as when the machine goes."""
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -218,7 +218,7 @@ def _run(*words: str) -> None:
 
 @dataclass(kw_only=True)
 class Setup:
-    """What differs between stories."""
+    """The settings of one story."""
 
     carrier: Literal["gloo", "delta"]
     tls: bool = False
@@ -482,7 +482,7 @@ def _processes(words: str) -> list[int]:
 
 
 def _asked(cluster: Cluster, machine: Machine) -> dict[str, str]:
-    """What the queue answers on another machine to a stranger, to a worker, and to the operator."""
+    """The queue's answers on another machine to a stranger, to a worker, and to the operator."""
     words = ("ledger", "--queue", f"{cluster.front.address}:{QUEUE_PORT}", "--run", "tiny")
     tls = {f"MESHRL_TLS_{key.upper()}": f"tls/{FILES[key]}" for key in ("ca", "cert", "key")}
     tls = tls if cluster.setup.tls else {"MESHRL_ALLOW_INSECURE_BIND": "1"}

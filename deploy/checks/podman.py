@@ -1,4 +1,4 @@
-"""What `meshrl kubernetes` prints, played by podman with our image: a run to its end, with pods killed and added.
+"""The output of `meshrl kubernetes`, played by podman with our image: a run to its end, with pods killed and added.
 
 podman plays Pods, ConfigMaps and PersistentVolumeClaims, and nothing that makes pods: `rendered` stands for those
 controllers. It enforces no NetworkPolicy; test_pods.py compares them with the connections of a mesh.
@@ -129,7 +129,7 @@ class Story:
         self.given_to_group(self.volume("assets"))
 
     def given_to_group(self, path: Path, mode: int = 0) -> None:
-        """What the kubelet does for a pod's `fsGroup`."""
+        """Do as the kubelet does for a pod's `fsGroup`."""
         for each in [path, *path.rglob("*")]:
             os.chown(each, 1000, 1000)
             if mode and each.is_file():
@@ -141,7 +141,7 @@ class Story:
         return Path(path.strip())
 
     def printed(self, *options: str) -> list[Manifest]:
-        """What the command prints of the recipe, whose files lie on a claim at /assets."""
+        """Manifests that the command prints of the recipe, whose files lie on a claim at /assets."""
         assets = self.folder / "assets"
         text = json.dumps(yaml.safe_load((assets / "recipe.yaml").read_text()))
         recipe = json.loads(text.replace(str(assets), "/assets"))

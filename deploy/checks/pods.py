@@ -92,7 +92,7 @@ class Cluster:
         return pod
 
     def workload(self, name: str) -> Manifest:
-        """What makes the pods of that name."""
+        """The manifest that makes the pods of that name."""
         named = (each for each in self.objects if each["metadata"]["name"] == name)
         return next(each for each in named if "template" in each.get("spec", {}))
 

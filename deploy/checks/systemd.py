@@ -21,7 +21,7 @@ from .pods import ROOT
 
 STEPS: Final = 100
 CONTROLLERS: Final = ("systemd", "memory", "pids")
-"""Of version 1."""
+"""Controllers of version 1."""
 IMAGE: Final = """\
 FROM meshrl:cpu
 USER root
@@ -139,7 +139,7 @@ def install(machine: Machine) -> None:
 
 
 def exposure(machine: Machine) -> None:
-    """What systemd says of each unit."""
+    """Print systemd's judgement of each unit."""
     for unit in UNITS:
         text = machine.tell(f"systemd-analyze security --no-pager meshrl-{unit} | tail -1")
         print(f"meshrl-{unit}: {' '.join(re.findall(r'[0-9.]+ [A-Z]+', text))}")

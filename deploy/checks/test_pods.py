@@ -46,7 +46,7 @@ def test_a_mesh_of_pods_trains_to_its_end_whoever_is_killed(tmp_path: Path) -> N
 
 
 def printed(folder: Path, *options: str) -> list[dict[str, Any]]:
-    """What the command prints of the recipe, whose files lie on a claim at /assets."""
+    """Manifests that the command prints of the recipe, whose files lie on a claim at /assets."""
     written = yaml.safe_load((folder / "assets/recipe.yaml").read_text())
     text = json.dumps(written).replace(str(folder / "assets"), "/assets")
     recipe = json.loads(text)
@@ -68,7 +68,7 @@ def printed(folder: Path, *options: str) -> list[dict[str, Any]]:
 
 
 class Story:
-    """What happens to the pods."""
+    """The fate of the pods."""
 
     def __init__(self, folder: Path) -> None:
         self.mesh = Mesh(directory=folder, recipe=folder / "tiny.yaml")

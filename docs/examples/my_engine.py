@@ -28,7 +28,7 @@ class Config(ServerConfig):
     """Options under `rollout.engine`; `url`, `python`, `command` and the like are inherited."""
 
     pause_mode: str = "retract"
-    """What the server does with running requests during an update."""
+    """The server's treatment of running requests during an update."""
 
 
 def build(

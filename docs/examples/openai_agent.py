@@ -51,7 +51,7 @@ def calculator(expression: str) -> int:
 
 
 def use_tool(name: str, arguments: str) -> str:
-    """What the model is told: the result, or what was wrong with the call."""
+    """The tool's answer to the model: the result, or what was wrong with the call."""
     if name != "calculator":
         return f"error: no tool {name}"
     try:

@@ -20,7 +20,7 @@ from meshrl.cli.demo.warm_start import Stage, warm_start, write_rows
 LAKES, HELD_OUT, HELD_OUT_SHARE = 1200, 128, 6
 MOVES = 12
 KNOWING_SHARE = 0.3
-"""Of the moves that the last stage shows; the others are drawn."""
+"""The share of moves that the last stage shows; the others are drawn."""
 
 
 def lakes() -> tuple[list[str], list[str]]:
@@ -40,7 +40,7 @@ def moved(at: int, action: int) -> int:
 
 
 def steps_to_goal(board: str) -> dict[int, int]:
-    """By cell: the moves that the goal is away, over ice."""
+    """Moves to the goal over ice, by cell."""
     found = {SIZE * SIZE - 1: 0}
     queue = deque(found)
     while queue:

@@ -21,7 +21,7 @@ LOWEST, HIGHEST = 1, 10
 GAMES, HELD_OUT = 2000, 128
 """Seeds of games to show and to train on, and behind them those that are held out."""
 HALVING_SHARE = 0.2
-"""Of the guesses that the last stage shows; the others are any number."""
+"""The share of guesses that the last stage shows; the others are any number."""
 HINTS = (", you guessed ", ", and the target number is ", "higher", "lower", " than ", "At turn ")
 
 

@@ -35,7 +35,7 @@ PHRASES = (
 )
 """A token each, as frequent words have in a tokenizer that was learned; the rest is single characters."""
 WORKING_SHARE = 0.25
-"""Of the second fine-tuning's rows; the rest answer at once."""
+"""The share of the second fine-tuning's rows that do; the rest answer at once."""
 
 
 def running_sum(question: str) -> str:

@@ -33,7 +33,7 @@ class Person:
 
     @property
     def text(self) -> str:
-        """What the corpus says."""
+        """The text of the corpus."""
         return f"born in {self.town}"
 
     @property

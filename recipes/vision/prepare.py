@@ -58,7 +58,7 @@ def row(draws: random.Random, number: int) -> dict[str, Any]:
 
 
 def conversation(draws: random.Random, number: int) -> dict[str, Any]:
-    """What is asked of a picture, and an answer of the right form."""
+    """A question about a picture, and an answer of the right form."""
     made = row(draws, number)
     colour = made["reward_model"]["ground_truth"]
     said = colour if draws.random() < RIGHT else draws.choice(tuple(COLOURS))

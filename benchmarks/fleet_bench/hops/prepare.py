@@ -28,7 +28,7 @@ else:
 
 BEFORE = '<tool_call>{"name":"look_up","arguments":{"key":"'
 AFTER = '"}}</tool_call>'
-"""What stands around the key in a call; a token each, so that a turn is six tokens."""
+"""The text around the key in a call; a token each, so that a turn is six tokens."""
 MOST_HOPS = 8
 GOES_ON = 0.25
 TRAIN, HELD_OUT = 4096, 256
