@@ -165,7 +165,7 @@ class FunctionAgent(Agent):
 
 
 class CommandAgent(Agent):
-    """A command with OPENAI_BASE_URL and OPENAI_API_KEY in its environment and the task as JSON on stdin.
+    """A command with the session's address in its environment (OPENAI_BASE_URL, ...) and the task as JSON on stdin.
 
     The command and all processes that it starts end when the worker ends, in whatever way.
     """
@@ -182,13 +182,12 @@ class CommandAgent(Agent):
     @override
     async def __call__(self, task: Mapping[str, Json], address: Address) -> Led:
         """A command sets its reward with `POST {OPENAI_BASE_URL}/reward`."""
-        address_env = {"OPENAI_BASE_URL": address.base_url, "OPENAI_API_KEY": address.api_key}
         process = await asyncio.create_subprocess_exec(
             *process_guard.guarded_command(self._command, grace_s=0, line_bytes=MAX_LINE_BYTES),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**self._env, **address_env},
+            env={**self._env, **address.environment},
             cwd=self._cwd,
             start_new_session=True,
         )

@@ -73,6 +73,11 @@ class VisibleText:
             text, calls = parse_calls(text)
         return text, text[self._shown :], calls
 
+    @property
+    def stop_string(self) -> str:
+        """After `end`: the stop string that ended the response; empty: none did."""
+        return next((stop for stop in self._stop if self.hidden.startswith(stop)), "")
+
     def _decoded(self) -> str:
         """The text of the tokens from `_read` on, up to the last that ends a character; `_read` moves behind it."""
         length = len(self._ids)
@@ -124,6 +129,8 @@ class AnswerStream:
         self._visible = visible
         self._ended = ended
         self._fault = fault
+        self.prompt = request.prompt_ids
+        """int32[p]: everything before the answer."""
         self._events: asyncio.Queue[AnswerPart | MeshError | None] = asyncio.Queue()
         self.task = asyncio.create_task(self._run(), name=f"ask {request.request_id}")
 
@@ -173,7 +180,8 @@ class AnswerStream:
                 tail=tail,
                 tool_calls=calls,
                 finish_reason="tool_calls" if calls else response.finish_reason,
-                prompt_tokens=len(self._request.prompt_ids),
+                stop_string=self._visible.stop_string,
+                prompt_tokens=len(self.prompt),
                 tokens=response.tokens,
                 logprobs=response.logprobs,
             )

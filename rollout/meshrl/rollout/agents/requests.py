@@ -79,6 +79,8 @@ class SessionAnswer:
     tool_calls: tuple[ClientToolCall, ...] = ()
     finish_reason: str
     """`stop`, `length` or `tool_calls`."""
+    stop_string: str = ""
+    """The stop string that ended it; empty: none did."""
     prompt_tokens: int
     tokens: Int32
     """int32[R]: as sampled, including tokens that the client does not see."""

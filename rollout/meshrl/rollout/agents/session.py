@@ -184,6 +184,13 @@ class AgentSession:
             return self._ask_chat(request)
         return self._ask_text(request, request.prompt)
 
+    def count_tokens(self, request: SessionRequest) -> int:
+        """Tokens before the answer to a chat request, which is not asked. Raises UserError."""
+        place, observed = self._observed(request)
+        if place.turn is None:
+            return len(self._beginning(observed.tokens, observed.media).tokens)
+        return len(self._conversation(place.turn).tokens) + len(observed.tokens)
+
     def post(self, reward: PostedReward) -> None:
         """Set the reward of the conversation; the last call counts. Raises SessionEndedError."""
         if self._ended and reward != self.reward:
@@ -269,7 +276,8 @@ class AgentSession:
             self._full[self._name(request)] = why
             raise SessionEndedError(why)
 
-    def _ask_chat(self, request: SessionRequest) -> AnswerStream:
+    def _observed(self, request: SessionRequest) -> tuple[TreePlace, Observed]:
+        """The conversation that a chat request continues, and its new messages. Raises UserError."""
         place = self._find_chat(request)
         messages, media = taken_out(request.messages[place.known :])
         if media and self._rules.branch is Branch.EACH:
@@ -279,14 +287,17 @@ class AgentSession:
             self._check_tools_shown(messages, request.tools, observed)
         else:
             observed = self._conversation(place.turn).rendered(messages)
+        return place, Observed(observed, media, tuple(map(marked, messages)))
+
+    def _ask_chat(self, request: SessionRequest) -> AnswerStream:
+        place, observed = self._observed(request)
         visible = VisibleText(self._tokenizer, stop=request.stop, tools=bool(request.tools))
 
         def ended(turn: RecordedTurn, answer: SessionAnswer) -> None:
             message = ShownMessage(text=answer.text, tool_calls=answer.tool_calls)
             self.history.add_chat(place, turn, message)
 
-        said = tuple(map(marked, messages))
-        return self._begin(request, place, Observed(observed, media, said), visible, ended)
+        return self._begin(request, place, observed, visible, ended)
 
     def _check_tools_shown(
         self, messages: Sequence[ChatMessage], tools: Sequence[Json], prompt: Sequence[int]
@@ -433,10 +444,20 @@ class AgentSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """What a client of the `openai` package needs to reach a session."""
+    """The address of a session, for a client of the `openai` package; Anthropic's adds /v1 itself."""
 
     base_url: str
     api_key: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables in which clients of OpenAI and of Anthropic look for it."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
 
 
 class Gateway(Protocol):

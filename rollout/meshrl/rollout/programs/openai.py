@@ -49,7 +49,8 @@ class Config(BaseConfig):
     """`package.module.function` or `path/to/agent.py:function`, called with `base_url`, `api_key` and `task`. A
     coroutine function runs in the worker's event loop, any other in a thread."""
     command: list[str] = Field(default_factory=list)
-    """A program and its arguments, run for each row with OPENAI_BASE_URL, OPENAI_API_KEY and the task on stdin."""
+    """A program and its arguments, run for each row with OPENAI_BASE_URL, OPENAI_API_KEY, the same of ANTHROPIC, and
+    the task on stdin."""
     external: bool = False
     """Agents are external: `POST /v1/sessions` gives them a waiting row."""
     env: dict[str, str] = Field(default_factory=dict)

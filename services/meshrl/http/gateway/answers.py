@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -58,6 +59,16 @@ STATUS: Mapping[type[MeshError], tuple[int, str, str | None]] = {
     MeshError: (500, "server_error", "engine_fault"),
 }
 """Status, type and code by class; a subclass has its parent's."""
+ANTHROPIC_PATH = re.compile("/messages(/count_tokens)?/?$")
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 FINAL = (500, 503)
 """A fault of the engine ends the session, so clients are told not to retry, which they would do by themselves."""
 
@@ -80,19 +91,47 @@ def status_of(error: MeshError) -> tuple[int, str, str | None]:
     return by_class(STATUS, error)
 
 
-def refused(error: MeshError) -> AsciiJSON:
-    """The response to a failure."""
+def anthropic_error(body: Mapping[str, Any], status: int) -> dict[str, Any]:
+    """The JSON of a failure as Anthropic's clients read it, from OpenAI's."""
+    kind = ANTHROPIC_KINDS.get(status, INVALID if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
+
+
+class FailedRequest:
+    """The answer to a request that failed, an ASGI app: in the dialect of the request's path."""
+
+    def __init__(
+        self, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._status = status
+        self._body = body
+        self._headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One response."""
+        await self.response(scope["path"])(scope, receive, send)
+
+    def response(self, path: str) -> AsciiJSON:
+        """The response on a path."""
+        body = self._body
+        if ANTHROPIC_PATH.search(path):
+            body = anthropic_error(body, self._status)
+        return AsciiJSON(body, self._status, self._headers)
+
+
+def refused(error: MeshError) -> FailedRequest:
+    """The answer to a failure."""
     status = status_of(error)[0]
     headers = headers_of(status, error)
     if status in FINAL:
         headers["x-should-retry"] = "false"
-    return AsciiJSON(error_body(error), status, headers)
+    return FailedRequest(status, error_body(error), headers)
 
 
-def refusal(status: int, code: str, detail: str) -> AsciiJSON:
-    """The response to a request that a middleware refuses, sent before the app sees it."""
+def refusal(status: int, code: str, detail: str) -> FailedRequest:
+    """The answer to a request that a middleware refuses, sent before the app sees it."""
     body = _body(detail[:MAX_DETAIL], INVALID, None, TOO_LARGE if status == 413 else code)
-    return AsciiJSON(body, status)
+    return FailedRequest(status, body)
 
 
 def install(app: FastAPI) -> None:
@@ -100,27 +139,28 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(MeshError)
     async def mesh(request: Request, error: MeshError) -> AsciiJSON:
-        return refused(error)
+        return refused(error).response(request.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> AsciiJSON:
         where, why = first_mistake(error)
         message = f"{where or 'the body'}: {why}"
-        return AsciiJSON(_body(message, INVALID, where or None, None), 400)
+        body = _body(message, INVALID, where or None, None)
+        return FailedRequest(400, body).response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> AsciiJSON:
         code = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: TOO_LARGE}.get(
             error.status_code
         )
-        return AsciiJSON(
-            _body(str(error.detail), INVALID, None, code), error.status_code, error.headers
-        )
+        body = _body(str(error.detail), INVALID, None, code)
+        return FailedRequest(error.status_code, body, error.headers).response(request.url.path)
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> AsciiJSON:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return AsciiJSON(_body(f"{type(error).__name__}: {error}", "server_error", None, None), 500)
+        body = _body(f"{type(error).__name__}: {error}", "server_error", None, None)
+        return FailedRequest(500, body).response(request.url.path)
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
@@ -144,7 +184,7 @@ class AnswerFormat:
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def complete(self, answer: SessionAnswer) -> dict[str, Any]:
+    def complete(self, asking: AnswerStream, answer: SessionAnswer) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
         if self.chat:
@@ -159,6 +199,28 @@ class AnswerFormat:
             choice["text"] = answer.text
         choice["logprobs"] = self._logprobs(answer.tokens, answer.logprobs)
         return self._body([choice], usage=answer, chunk=False)
+
+    async def stream(self, asking: AnswerStream) -> AsyncIterator[bytes]:
+        """Server-sent events, ended by `[DONE]`; an error is one event and ends the stream."""
+        if self.chat:
+            yield self.chunk("", first=True)
+        try:
+            async for piece in asking:
+                if piece.text or self.logprobs:
+                    yield self.chunk(piece.text, tokens=piece.tokens, logprobs=piece.logprobs)
+        except MeshError as error:
+            yield _event(error_body(error))
+            return
+        answer = asking.answer
+        assert answer is not None
+        if answer.tail:
+            yield self.chunk(answer.tail)
+        if answer.tool_calls:
+            yield self.chunk("", calls=answer.tool_calls)
+        yield self.chunk("", finish_reason=answer.finish_reason)
+        if self.usage:
+            yield self.usage_chunk(answer)
+        yield DONE
 
     def chunk(
         self,
@@ -229,34 +291,23 @@ class AnswerFormat:
         return {"content": content, "refusal": None}
 
 
-async def streamed(asking: AnswerStream, format: AnswerFormat) -> AsyncIterator[bytes]:
-    """Server-sent events, ended by `[DONE]`; an error is one event and ends the stream."""
-    if format.chat:
-        yield format.chunk("", first=True)
-    try:
-        async for piece in asking:
-            if piece.text or format.logprobs:
-                yield format.chunk(piece.text, tokens=piece.tokens, logprobs=piece.logprobs)
-    except MeshError as error:
-        yield _event(error_body(error))
-        return
-    answer = asking.answer
-    assert answer is not None
-    if answer.tail:
-        yield format.chunk(answer.tail)
-    if answer.tool_calls:
-        yield format.chunk("", calls=answer.tool_calls)
-    yield format.chunk("", finish_reason=answer.finish_reason)
-    if format.usage:
-        yield format.usage_chunk(answer)
-    yield DONE
+class Format(Protocol):
+    """A dialect's form of an answer."""
+
+    def complete(self, asking: AnswerStream, answer: SessionAnswer) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        ...
+
+    def stream(self, asking: AnswerStream) -> AsyncIterator[bytes]:
+        """Server-sent events; an error is one event and ends the stream."""
+        ...
 
 
 class StreamedAnswer(StreamingResponse):
     """Aborts the request if the client disconnects before its end."""
 
-    def __init__(self, asking: AnswerStream, format: AnswerFormat) -> None:
-        super().__init__(streamed(asking, format), media_type="text/event-stream")
+    def __init__(self, asking: AnswerStream, format: Format) -> None:
+        super().__init__(format.stream(asking), media_type="text/event-stream")
         self._asking = asking
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -19,11 +19,19 @@ from meshrl.contract.errors import CapacityError, ForbiddenError, Unauthenticate
 from meshrl.contract.types import PostedReward
 from meshrl.http.common import AsciiJSON, BodyLimit, presented_by
 from meshrl.http.gateway import models as m
-from meshrl.http.gateway.answers import AnswerFormat, StreamedAnswer, install, refusal, refused
+from meshrl.http.gateway.answers import (
+    AnswerFormat,
+    Format,
+    StreamedAnswer,
+    install,
+    refusal,
+    refused,
+)
+from meshrl.http.gateway.anthropic import CountBody, MessageFormat, MessagesBody
 from meshrl.http.gateway.sessions import SessionTable, address
 from meshrl.rollout.agents.agent import task_json
 from meshrl.rollout.agents.answer_stream import AnswerStream
-from meshrl.rollout.agents.requests import SessionEndedError
+from meshrl.rollout.agents.requests import SessionEndedError, SessionRequest
 from meshrl.rollout.agents.session import AgentSession
 from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.rpc.identity import CLAIM, Identity
@@ -58,6 +66,12 @@ _bearer = HTTPBearer(auto_error=False, description="A session's API key.")
 Token = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 
 
+def key_of(request: Request) -> str:
+    """The Authorization header; of Anthropic's clients, which send `x-api-key`, the same made of that."""
+    key = request.headers.get("x-api-key", "")
+    return request.headers.get("authorization", "") or (f"Bearer {key}" if key else "")
+
+
 def _header(token: HTTPAuthorizationCredentials | None) -> str:
     return f"{token.scheme} {token.credentials}" if token else ""
 
@@ -73,7 +87,7 @@ def build_app(
     app = FastAPI(
         title="meshrl gateway",
         version="1",
-        description="Sessions of rows, for clients of OpenAI's API.",
+        description="Sessions of rows, for clients of OpenAI's and of Anthropic's API.",
         default_response_class=AsciiJSON,
     )
     app.add_middleware(BodyLimit, limit=max_body_bytes, refuse=refusal)
@@ -117,7 +131,7 @@ class SessionAuth:
 
     def _check(self, request: Request) -> None:
         if request.scope["path"].rstrip("/") != CLAIMS:
-            self._sessions.find(request.headers.get("authorization", ""))
+            self._sessions.find(key_of(request))
             return
         if self._identity is None:
             raise ForbiddenError(
@@ -130,53 +144,66 @@ def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRout
     """Routes of OpenAI's API, and the route on which an agent posts its reward."""
     router = APIRouter(responses=PROBLEMS)
 
-    def find(request: Request, token: HTTPAuthorizationCredentials | None) -> AgentSession:
-        return sessions.find(_header(token), request.path_params.get("session_id"))
+    def find(request: Request) -> AgentSession:
+        return sessions.find(key_of(request), request.path_params.get("session_id"))
+
+    def named(asked: SessionRequest, request: Request) -> SessionRequest:
+        return replace(asked, conversation=request.headers.get(CONVERSATION, "")[:MAX_NAME])
 
     async def answer(
-        body: m.ChatBody | m.CompletionBody,
-        request: Request,
-        token: HTTPAuthorizationCredentials | None,
-        *,
-        chat: bool,
-        logprobs: bool,
+        request: Request, body: m.ChatBody | m.CompletionBody | MessagesBody, format: Format
     ) -> Response:
-        format = AnswerFormat(
+        session = find(request)
+        sessions.tell_ignored(session, body.ignored)
+        asked = named(body.ask(), request)
+        await session.look_at(asked)
+        return await _answered(session.ask(asked), format, request, stream=bool(body.stream))
+
+    def openai(body: m.ChatBody | m.CompletionBody, *, chat: bool, logprobs: bool) -> AnswerFormat:
+        return AnswerFormat(
             chat=chat,
             model=body.model,
             tokenizer=tokenizer,
             logprobs=logprobs,
             usage=body.usage_in_stream,
         )
-        session = find(request, token)
-        sessions.tell_ignored(session, body.ignored)
-        named = request.headers.get(CONVERSATION, "")[:MAX_NAME]
-        asked = replace(body.ask(), conversation=named)
-        await session.look_at(asked)
-        asking = session.ask(asked)
-        return await _answered(asking, format, request, stream=bool(body.stream))
 
     @router.post("/chat/completions", tags=["openai"])
     async def chat_completions(body: m.ChatBody, request: Request, token: Token) -> Response:
         """Answer a conversation; the answer becomes part of the session's row."""
-        return await answer(body, request, token, chat=True, logprobs=bool(body.logprobs))
+        format = openai(body, chat=True, logprobs=bool(body.logprobs))
+        return await answer(request, body, format)
 
     @router.post("/completions", tags=["openai"])
     async def completions(body: m.CompletionBody, request: Request, token: Token) -> Response:
         """Continue a prompt; the answer becomes part of the session's row."""
-        logprobs = body.logprobs is not None  # 0 means: log-probs of the sampled tokens only
-        return await answer(body, request, token, chat=False, logprobs=logprobs)
+        # 0 means: log-probs of the sampled tokens only
+        format = openai(body, chat=False, logprobs=body.logprobs is not None)
+        return await answer(request, body, format)
+
+    @router.post("/messages", tags=["anthropic"])
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        """Answer a conversation in Anthropic's form; the answer becomes part of the session's row."""
+        format = MessageFormat(model=body.model, tokenizer=tokenizer, thinking=body.thinks)
+        return await answer(request, body, format)
+
+    @router.post("/messages/count_tokens", tags=["anthropic"])
+    async def count_tokens(body: CountBody, request: Request) -> dict[str, int]:
+        """Tokens of a conversation before its answer."""
+        session, asked = find(request), named(body.ask(), request)
+        await session.look_at(asked)
+        return {"input_tokens": session.count_tokens(asked)}
 
     @router.get("/models", tags=["openai"])
     async def list_models(request: Request, token: Token) -> dict[str, Any]:
         """The policy."""
-        find(request, token)
+        find(request)
         return {"object": "list", "data": [_model(MODEL)]}
 
     @router.get("/models/{model:path}", tags=["openai"])
     async def get_model(model: str, request: Request, token: Token) -> dict[str, Any]:
         """The policy, under any name."""
-        find(request, token)
+        find(request)
         return _model(model)
 
     @router.post("/reward", tags=["sessions"])
@@ -261,7 +288,7 @@ def _reward(
 
 
 async def _answered(
-    asking: AnswerStream, format: AnswerFormat, request: Request, *, stream: bool
+    asking: AnswerStream, format: Format, request: Request, *, stream: bool
 ) -> Response:
     if stream:
         return StreamedAnswer(asking, format)
@@ -270,7 +297,9 @@ async def _answered(
     finally:
         asking.task.cancel()
     return (
-        Response(status_code=CLIENT_GONE) if answer is None else AsciiJSON(format.complete(answer))
+        Response(status_code=CLIENT_GONE)
+        if answer is None
+        else AsciiJSON(format.complete(asking, answer))
     )
 
 

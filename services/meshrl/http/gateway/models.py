@@ -223,10 +223,12 @@ class ChatBody(Sampling):
             raise ParameterError("functions", "functions are not supported: use tools")
         tools = self.tools if self.tools and self.tool_choice != "none" else []
         return SessionRequest(
-            messages=tuple(_unicode("messages", m.message()) for m in self.messages),
-            tools=tuple(_unicode("tools", tool.model_dump(exclude_none=True)) for tool in tools),
+            messages=tuple(checked_text("messages", m.message()) for m in self.messages),
+            tools=tuple(
+                checked_text("tools", tool.model_dump(exclude_none=True)) for tool in tools
+            ),
             max_tokens=self.max_completion_tokens or self.max_tokens,
-            stop=_unicode("stop", self.stops),
+            stop=checked_text("stop", self.stops),
             temperature=self.temperature,
             top_p=self.top_p,
         )
@@ -257,9 +259,9 @@ class CompletionBody(Sampling):
         if self.best_of not in (None, 1):
             raise ParameterError("best_of", "best_of must be 1: a session is one row")
         return SessionRequest(
-            prompt=_unicode("prompt", self._prompt()),
+            prompt=checked_text("prompt", self._prompt()),
             max_tokens=self.max_tokens,
-            stop=_unicode("stop", self.stops),
+            stop=checked_text("stop", self.stops),
             temperature=self.temperature,
             top_p=self.top_p,
         )
@@ -294,7 +296,7 @@ class RewardBody(Body):
     """Whether the session ends with it, if the agent is external; other sessions end with their agents."""
 
 
-def _unicode(param: str, value: Any) -> Any:
+def checked_text(param: str, value: Any) -> Any:
     """`value`. Raises ParameterError if a text in it has half a surrogate pair, which cannot be tokenised."""
     try:
         for text in _texts(value):
