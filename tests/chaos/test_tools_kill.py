@@ -16,10 +16,10 @@ from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
+from tests.doubles.scripted import task
 
 from ..processes import python
 from ..unit.rollout.chats import chat_tokenizer
-from ..unit.rollout.scripted import task
 from ..waiting import gone, until
 from .tools_process import CALL, RUN
 

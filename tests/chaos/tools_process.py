@@ -14,9 +14,9 @@ from meshrl.rollout.config import CheckpointIntervals, RowSchedule
 from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
+from tests.doubles.scripted import END, Scripted
 
 from ..unit.rollout.chats import chat_tokenizer
-from ..unit.rollout.scripted import END, Scripted
 
 RUN = "chaos"
 LIGHT = Path(__file__).parents[1] / "integration" / "mcp_light.py"

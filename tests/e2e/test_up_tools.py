@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ..collector import collector
+from tests.doubles.collector import collector
+
 from ..mesh import make_mesh
 
 pytestmark = pytest.mark.slow

@@ -21,10 +21,10 @@ from meshrl.launcher.address_book import free_port
 from meshrl.rollout.tools import mcp_servers
 from meshrl.rollout.tools.ports import ToolCall, ToolCaller, ToolConfig, ToolsConfig
 from meshrl.rollout.tools.toolbox import TaskTools, ToolBuilder
+from tests.doubles.scripted import task
 
 from ..processes import python
 from ..unit.rollout.chats import chat_tokenizer
-from ..unit.rollout.scripted import task
 from ..waiting import answered, gone
 
 OFFICIAL = Path(__file__).with_name("mcp_server.py")

@@ -19,11 +19,11 @@ from meshrl.rollout.worker import RolloutWorker
 from meshrl.testing.engines import echo
 from meshrl.trainer.algorithms.advantages.gigpo import anchors_of
 from meshrl.transferqueue.queue import TransferQueue
+from tests.doubles.scripted import END, Scripted
+from tests.doubles.scripted import task as one_task
 
 from ..unit.rollout import some_tools
 from ..unit.rollout.chats import chat_tokenizer
-from ..unit.rollout.scripted import END, Scripted
-from ..unit.rollout.scripted import task as one_task
 from ..waiting import until
 from .test_rollout_worker import FIRST, RUN, commit, open_run, trajectories, until_dead
 

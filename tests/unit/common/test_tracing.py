@@ -15,8 +15,8 @@ from meshrl.http.view.spans import SpanFiles
 from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
+from tests.doubles.collector import collector, parsed
 
-from ...collector import collector, parsed
 from ...waiting import until
 
 ROW = Uid("r", "0-1", 2)

@@ -15,8 +15,7 @@ from huggingface_hub import constants
 from meshrl.config import load_recipe
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import ConfigError
-
-from .fake_hub import FakeHub, serving
+from tests.doubles.hub import FakeHub, serving
 
 GSM8K, QWEN = "datasets/openai/gsm8k", "models/Qwen/tiny"
 ROW = b'{"prompt": "1+1?", "answer": "2"}\n'

@@ -14,9 +14,9 @@ import yaml
 from meshrl.contract.rows import column_posted
 from meshrl.contract.types import POSTED_REWARD, Outcome, PostedReward, Uid
 from meshrl.rollout.programs import user
+from tests.doubles.scripted import END, Scripted, task
 
 from ..rollout.chats import chat_tokenizer
-from ..rollout.scripted import END, Scripted, task
 
 PAGE = (Path(__file__).parents[3] / "docs/how-to/environments.md").read_text()
 

@@ -39,10 +39,10 @@ from meshrl.transferqueue.sampling import CompleteGroup
 from meshrl.transferqueue.store import Operation, Table
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.transport import load_transport
+from tests.doubles.scripted import END, Scripted, task
 
 from ..rollout.chats import chat_tokenizer
 from ..rollout.checkpoints import request
-from ..rollout.scripted import END, Scripted, task
 
 PAGE = (Path(__file__).parents[3] / "docs/how-to/extend.md").read_text()
 EXAMPLES = dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))

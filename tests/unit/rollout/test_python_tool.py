@@ -20,10 +20,10 @@ from meshrl.rollout.tools.toolbox import TaskTools, ToolBuilder
 from meshrl.sandbox.interpreters import MAX_OUTPUT, BoundedOutput
 from meshrl.sandbox.sandbox import no_bubblewrap
 from tests.adversarial import python_tool
+from tests.doubles.scripted import END, Scripted, task
 
 from ...waiting import until
 from .chats import chat_tokenizer
-from .scripted import END, Scripted, task
 
 TOKENIZER = chat_tokenizer()
 UIDS = [Uid("run", f"t{index}", 0) for index in range(3)]

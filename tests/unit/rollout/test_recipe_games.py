@@ -15,9 +15,9 @@ import pytest
 from meshrl.contract.rows import column_posted
 from meshrl.contract.types import POSTED_REWARD, Outcome, PostedReward, Uid
 from meshrl.rollout.programs import user
+from tests.doubles.scripted import END, Scripted, task
 
 from .chats import chat_tokenizer
-from .scripted import END, Scripted, task
 
 RECIPE = Path(__file__).parents[3] / "recipes/frozen_lake"
 

@@ -19,9 +19,9 @@ from meshrl.rollout.tools.formats import search_r1
 from meshrl.rollout.tools.ports import SearchConfig, ToolCall, ToolCaller, ToolsConfig
 from meshrl.rollout.tools.search import passages, search_function
 from meshrl.rollout.tools.toolbox import ToolBuilder
+from tests.doubles.scripted import END, Scripted, task
 
 from .chats import chat_tokenizer
-from .scripted import END, Scripted, task
 
 TOKENIZER = chat_tokenizer()
 UID = Uid("run", "t0", 0)

@@ -19,10 +19,10 @@ from meshrl.rollout.tools.functions import FunctionTool, as_text
 from meshrl.rollout.tools.mcp_servers import text_of
 from meshrl.rollout.tools.ports import ToolCall, ToolCaller, ToolConfig, ToolError, ToolsConfig
 from meshrl.rollout.tools.toolbox import GAP, Cut, TaskTools, ToolBuilder
+from tests.doubles.scripted import task
 
 from . import some_tools
 from .chats import chat_tokenizer
-from .scripted import task
 
 HERE = "tests.unit.rollout.some_tools"
 TOKENIZER = chat_tokenizer()

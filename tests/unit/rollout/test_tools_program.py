@@ -16,9 +16,9 @@ from meshrl.contract.types import Outcome, Uid
 from meshrl.rollout.ports import Rollout
 from meshrl.rollout.programs import tools as program
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer
+from tests.doubles.scripted import END, Scripted, task
 
 from .chats import PLAIN, chat_tokenizer
-from .scripted import END, Scripted, task
 
 HERE = "tests.unit.rollout.some_tools"
 UID = Uid("run", "t0", 0)

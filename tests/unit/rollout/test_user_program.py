@@ -15,10 +15,10 @@ from meshrl.contract.rows import column_posted
 from meshrl.contract.types import POSTED_REWARD, Outcome, PostedReward, Uid
 from meshrl.rollout.ports import Rollout
 from meshrl.rollout.programs import ProgramCache
+from tests.doubles.scripted import END, Scripted, task
 
 from . import some_agents
 from .chats import chat_tokenizer
-from .scripted import END, Scripted, task
 
 HERE = "tests.unit.rollout.some_agents"
 UID = Uid("run", "t0", 0)

@@ -17,8 +17,7 @@ from meshrl.contract.errors import ConfigError, UserError
 from meshrl.trainer.loggers._types import COLUMNS, LoggedRun, rows_of
 from meshrl.trainer.metrics.log import LearningCheck, MetricsLog, open_loggers
 from meshrl.trainer.trajectories.table import schema
-
-from . import recorded_loggers
+from tests.doubles import loggers as recorded_loggers
 
 PACKAGES = ("mlflow", "swanlab", "trackio", "wandb")
 SETTINGS = {"actor.optim.lr": 0.1, "run.name": "my", "data.train_files": ["a"]}

@@ -16,8 +16,7 @@ from meshrl.testing.contract.queue_actors import (
     tasks,
 )
 from meshrl.transferqueue.queue import TransferQueue
-
-from .gated_store import GatedStore
+from tests.doubles.gated_store import GatedStore
 
 
 @pytest.fixture

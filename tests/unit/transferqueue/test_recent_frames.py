@@ -10,8 +10,7 @@ from meshrl.contract.errors import CapacityError
 from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks, tokens_of
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import FRAME, Operation, RecentFrames, Table
-
-from .gated_store import GatedStore
+from tests.doubles.gated_store import GatedStore
 
 
 class CountingStore(GatedStore):

@@ -30,8 +30,7 @@ from meshrl.contract.types import (
 from meshrl.rollout.generation_checkpoint import progress_frame
 from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks, tokens_of
 from meshrl.transferqueue.queue import TransferQueue
-
-from .gated_store import GatedStore
+from tests.doubles.gated_store import GatedStore
 
 READING: Final = {
     "run_state": "changes nothing",

@@ -6,8 +6,7 @@ import pytest
 
 from meshrl.weights.fleet import ReplicaState
 from tests.doubles.weights import GatheredStub, StubSource
-
-from .simulated_fleet import (
+from tests.simulation.weight_fleet import (
     BUCKET_BYTES,
     BUCKETS,
     GROUP,

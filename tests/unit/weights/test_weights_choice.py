@@ -36,8 +36,7 @@ from meshrl.weights.transport import (
     load_transport,
 )
 from tests.doubles.weights import GatheredStub, StubSource
-
-from .simulated_fleet import WireCarrier, WireGroups, Wires
+from tests.simulation.weight_fleet import WireCarrier, WireGroups, Wires
 
 HERE, AWAY = host_id(), "elsewhere"
 EVERYTHING = ("shm", "nccl", "disk", "gloo")

@@ -10,8 +10,7 @@ from meshrl.weights.fleet import ReplicaState
 from meshrl.weights.messages import SourceError
 from meshrl.weights.transport import Pairs, WholeVersions
 from tests.doubles.weights import GatheredStub
-
-from .simulated_fleet import (
+from tests.simulation.weight_fleet import (
     BUCKET_BYTES,
     BUCKETS,
     KINDS,
