@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -27,6 +28,16 @@ settings.register_profile("meshrl", max_examples=30, deadline=None)
 settings.load_profile("meshrl")
 
 forks.install()
+
+# The collector would look through what thousands of modules make while tests are collected, again and again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect from here on, and leave out what is there already."""
+    gc.freeze()
+    gc.enable()
+
 
 # A shell that starts the tests in the background has them ignore it, and their children too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

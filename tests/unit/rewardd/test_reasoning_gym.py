@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import json
 from typing import Any
@@ -14,17 +15,21 @@ from meshrl.rewardd.rewards.reasoning_gym import EVALUATED, Config, compute_scor
 from meshrl.sandbox import confinement
 from meshrl.trainer.data.reasoning_gym import UNSCORABLE, _plain
 
-factory = pytest.importorskip("reasoning_gym.factory")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the package's own, of open files and odd input
 SLOW = {"knight_swap", "intermediate_integration", "zebra_puzzles", "futoshiki"}
-TASKS = sorted(factory.DATASETS.keys() - UNSCORABLE - SLOW - {"composite"})
 WHOLE = Config(answer_tag=None)
 CALLS = {"eval", "exec", "parse_expr", "sympify"}
 
 
+@functools.cache
+def factory() -> Any:
+    """Seconds of imports, which those who only collect tests are spared."""
+    return pytest.importorskip("reasoning_gym.factory")
+
+
 def row(task: str, **options: Any) -> tuple[str, dict[str, Any]]:
     """An answer and the `extra_info` beside it, as they come out of the queue."""
-    entry = factory.create_dataset(task, **{"seed": 5, "size": 2, **options})[1]
+    entry = factory().create_dataset(task, **{"seed": 5, "size": 2, **options})[1]
     return entry["answer"], json.loads(json.dumps({"metadata": repr(_plain(entry["metadata"]))}))
 
 
@@ -34,12 +39,13 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("strict")
-@pytest.mark.parametrize("task", TASKS)
-def test_the_right_answer_to_every_task_scores_1(task: str) -> None:
-    answer, extra_info = row(task)
-    said = f"So be it.<answer>wrong</answer> No: <answer>\n{answer}\n</answer>"
-    if answer == answer.strip():  # some answers begin with a space, which a tag does not keep
-        assert compute_score(task, said, answer, extra_info) == {"score": 1.0, "answered": 1.0}
+def test_the_right_answer_to_every_task_scores_1() -> None:
+    for task in factory().DATASETS.keys() - UNSCORABLE - SLOW - {"composite"}:
+        answer, extra_info = row(task)
+        said = f"So be it.<answer>wrong</answer> No: <answer>\n{answer}\n</answer>"
+        if answer == answer.strip():  # some answers begin with a space, which a tag does not keep
+            right = {"score": 1.0, "answered": 1.0}
+            assert compute_score(task, said, answer, extra_info) == right, task
 
 
 def test_a_response_without_the_tag_scores_0_unless_all_of_it_is_the_answer() -> None:
@@ -72,12 +78,12 @@ def test_the_tasks_that_evaluate_answers_are_those_that_are_named() -> None:
 
     found = {
         task
-        for task in TASKS + sorted(SLOW)
-        if calls(inspect.getsource(factory.DATASETS[task][0].score_answer)) & CALLS
+        for task in factory().DATASETS.keys() - UNSCORABLE - {"composite"}
+        if calls(inspect.getsource(factory().DATASETS[task][0].score_answer)) & CALLS
     }
     found -= {"number_sorting"}  # which evaluates the right answer, not the policy's
     assert found <= set(EVALUATED), sorted(found - set(EVALUATED))
-    assert set(EVALUATED) <= factory.DATASETS.keys()
+    assert set(EVALUATED) <= factory().DATASETS.keys()
 
 
 def test_a_row_of_another_source_says_what_is_missing() -> None:
