@@ -1,4 +1,7 @@
-"""The queue contract through a servicer and a client over gRPC on loopback, with payload as it is and compressed."""
+"""The queue contract through a servicer and a client over gRPC on loopback, whose payload is compressed.
+
+As it is, it crosses gRPC in every test of a mesh.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Queue
-from meshrl.rpc.clients.queue import ClientOptions, QueueClient
+from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.testing.contract.queue_batch_suite import QueueBatchSuite
@@ -20,20 +23,15 @@ from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 
-OPTIONS: dict[str, ClientOptions] = {
-    "as it is": {"compression": "off"},
-    "compressed": {"compression": "zstd"},
-}
 
-
-@pytest.fixture(params=OPTIONS)
-async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Queue]:
+@pytest.fixture
+async def queue(tmp_path: Path) -> AsyncIterator[Queue]:
     config = QueueConfig(store="memory")
     opened = await TransferQueue.open(stores.build(config, tmp_path / "queue"))
     settings = ServerSettings(metrics_port=None, drain_grace_s=1)
     async with (
         GrpcServer(settings, [QueueServicer(opened)]) as server,
-        QueueClient(server.address, retry_s=1, **OPTIONS[request.param]) as client,
+        QueueClient(server.address, retry_s=1, compression="zstd") as client,
     ):
         with suppress(NotFoundError):
             # The first call connects; some tests measure milliseconds.

@@ -462,7 +462,7 @@ async def test_no_valid_or_invalid_request_is_answered_5xx(
 def _ask(strategy: Any, answers: list[int]) -> None:
     @seed(1)
     @settings(
-        max_examples=12,
+        max_examples=6,
         deadline=None,
         database=None,
         phases=[Phase.generate],
