@@ -11,13 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from meshrl.contract.rows import column_posted
-from meshrl.contract.types import (
-    POSTED_REWARD,
-    RunSpec,
-    SamplingParams,
-    Task,
-    rollout_stage,
-)
+from meshrl.contract.types import POSTED_REWARD, RunSpec, SamplingParams, Task, rollout_stage
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue

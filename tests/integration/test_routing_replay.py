@@ -10,14 +10,7 @@ import pytest
 import torch as pytorch
 
 from meshrl.contract import rows
-from meshrl.contract.types import (
-    RunSpec,
-    SamplingParams,
-    Task,
-    Trajectory,
-    Version,
-    rollout_stage,
-)
+from meshrl.contract.types import RunSpec, SamplingParams, Task, Trajectory, Version, rollout_stage
 from meshrl.rollout.config import CheckpointIntervals, RowSchedule
 from meshrl.rollout.engines import torch
 from meshrl.rollout.worker import RolloutWorker

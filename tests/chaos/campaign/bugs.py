@@ -12,13 +12,7 @@ import numpy as np
 from meshrl.contract.errors import FencedError
 from meshrl.contract.frames import Frame, pack
 from meshrl.contract.ports import Queue
-from meshrl.contract.types import (
-    Batch,
-    Lease,
-    Ledger,
-    RowBlock,
-    Task,
-)
+from meshrl.contract.types import Batch, Lease, Ledger, RowBlock, Task
 
 
 class Wrong:

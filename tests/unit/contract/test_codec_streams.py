@@ -15,13 +15,7 @@ from meshrl.contract import codec
 from meshrl.contract.codec import compression
 from meshrl.contract.errors import UserError
 from meshrl.contract.frames import Frame
-from meshrl.contract.types import (
-    Lease,
-    LeasedBlock,
-    RowBlock,
-    RowFacts,
-    Task,
-)
+from meshrl.contract.types import Lease, LeasedBlock, RowBlock, RowFacts, Task
 from meshrl.v1 import queue_pb2
 
 from .codec_values import (

@@ -22,14 +22,7 @@ from meshrl.contract.frames import (
     strip_checksum,
     with_checksum,
 )
-from meshrl.contract.types import (
-    RowBlock,
-    RowWrite,
-    Uid,
-    blocks_of,
-    gathered,
-    pack_rows,
-)
+from meshrl.contract.types import RowBlock, RowWrite, Uid, blocks_of, gathered, pack_rows
 
 
 @st.composite

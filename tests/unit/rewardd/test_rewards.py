@@ -12,15 +12,7 @@ from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
-from meshrl.rewardd.rewards import (
-    _equality,
-    format,
-    gsm8k,
-    length,
-    math,
-    prime_math,
-    verl,
-)
+from meshrl.rewardd.rewards import _equality, format, gsm8k, length, math, prime_math, verl
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "rewards.json").read_text())
 VERL = verl.Config(conventions="verl")

@@ -13,12 +13,7 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
-from meshrl.contract.rows import (
-    column_posted,
-    conversation_column,
-    rollout_write,
-    trajectory,
-)
+from meshrl.contract.rows import column_posted, conversation_column, rollout_write, trajectory
 from meshrl.contract.types import (
     PARTS,
     POSTED_REWARD,

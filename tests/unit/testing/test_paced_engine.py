@@ -10,13 +10,7 @@ import pytest
 import uvloop
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.types import (
-    GenerateRequest,
-    OnUpdate,
-    SamplingParams,
-    Version,
-    WeightManifest,
-)
+from meshrl.contract.types import GenerateRequest, OnUpdate, SamplingParams, Version, WeightManifest
 from meshrl.rollout.streams import sample
 from tests.doubles import paced_engine
 from tests.simulation.loop import SimulatedLoop

@@ -13,13 +13,7 @@ import torch
 
 from meshrl.config.loading import load_recipe
 from meshrl.config.recipe import Recipe, algorithm_needs
-from meshrl.contract.types import (
-    Batch,
-    Trajectory,
-    Uid,
-    Version,
-    VersionSpan,
-)
+from meshrl.contract.types import Batch, Trajectory, Uid, Version, VersionSpan
 from meshrl.launcher.learner import build_learner
 from meshrl.trainer.algorithms.advantages.prime import Options as PrimeOptions
 from meshrl.trainer.algorithms.options import options

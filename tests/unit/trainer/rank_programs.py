@@ -30,11 +30,7 @@ from meshrl.contract.types import Batch, Columns, Outcome, Score, Uid, Version
 from meshrl.launcher.address_book import free_port
 from meshrl.trainer.checkpoint import checkpoint, export
 from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer
-from meshrl.trainer.config import (
-    ModelConfig,
-    ParallelConfig,
-    TrainerConfig,
-)
+from meshrl.trainer.config import ModelConfig, ParallelConfig, TrainerConfig
 from meshrl.trainer.learner.beside import build_critic
 from meshrl.trainer.loop.context import RunContext, TrainerSettings
 from meshrl.trainer.loop.loop import Trainer

@@ -21,12 +21,7 @@ from meshrl.contract.types import LeasedRow, Outcome, Sample, SamplingParams, Ui
 from meshrl.rewardd.config import JudgeConfig
 from meshrl.rewardd.judge import build_part
 from meshrl.rewardd.reward_stage import sample_of
-from meshrl.trainer.config import (
-    DataConfig,
-    ModelConfig,
-    PolicyLossConfig,
-    RewardModelJudgeConfig,
-)
+from meshrl.trainer.config import DataConfig, ModelConfig, PolicyLossConfig, RewardModelJudgeConfig
 from meshrl.trainer.data.prompts import load_prompts, task_maker
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.reward_model import ModelJudge

@@ -9,12 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from meshrl.contract.errors import CapacityError, InfraError
-from meshrl.testing.contract.queue_actors import (
-    WAIT_S,
-    Actors,
-    spec,
-    tasks,
-)
+from meshrl.testing.contract.queue_actors import WAIT_S, Actors, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from tests.doubles.gated_store import GatedStore
 

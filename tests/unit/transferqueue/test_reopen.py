@@ -11,15 +11,7 @@ import pytest
 
 from meshrl.contract.errors import EndOfDataError, UnavailableError, WaitTimeoutError
 from meshrl.contract.types import Version
-from meshrl.testing.contract.queue_actors import (
-    WAIT_S,
-    Actors,
-    batch_uids,
-    spec,
-    task,
-    tasks,
-    uids,
-)
+from meshrl.testing.contract.queue_actors import WAIT_S, Actors, batch_uids, spec, task, tasks, uids
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import DiskStore
 from meshrl.transferqueue.stores.memory import MemoryStore

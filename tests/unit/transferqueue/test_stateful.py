@@ -23,13 +23,7 @@ from meshrl.contract.types import (
     StalePolicy,
     Uid,
 )
-from meshrl.testing.contract.queue_actors import (
-    Actors,
-    batch_uids,
-    spec,
-    task,
-    uids,
-)
+from meshrl.testing.contract.queue_actors import Actors, batch_uids, spec, task, uids
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
