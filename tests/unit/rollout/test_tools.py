@@ -17,7 +17,7 @@ from meshrl.contract.types import Uid
 from meshrl.rollout.tools.formats import hermes, llama3_json, python_fence
 from meshrl.rollout.tools.functions import FunctionTool, as_text
 from meshrl.rollout.tools.mcp_servers import text_of
-from meshrl.rollout.tools.ports import ToolCall, ToolCaller, ToolConfig, ToolError, ToolsConfig
+from meshrl.rollout.tools.ports import ToolCall, ToolCaller, ToolConfig, ToolsConfig
 from meshrl.rollout.tools.toolbox import GAP, Cut, TaskTools, ToolBuilder
 from tests.doubles.scripted import task
 
@@ -238,19 +238,6 @@ async def test_what_the_policy_or_the_tool_does_wrong_is_an_observation(
     assert (await said(tools, name, **arguments)).startswith(observation)
 
 
-async def test_a_tool_may_raise_an_infrastructure_fault() -> None:
-    with pytest.raises(InfraError, match="the disk is gone"):
-        await said(await tools_of("fail"), "fail", how="infra")
-
-
-async def test_an_invalid_call_is_answered_with_its_problem() -> None:
-    tools = await tools_of("add")
-    assert (
-        await tools.call(ToolCall(name="", problem="not JSON"), caller(), TOKENIZER)
-        == "Error: not JSON"
-    )
-
-
 async def test_a_hanging_call_is_observed_and_too_many_of_them_break_the_tool() -> None:
     some_tools.hanging.clear()
     quick = {"function": "wait", "timeout_s": 0.01, "concurrency": 2}
@@ -355,10 +342,6 @@ async def test_half_a_surrogate_pair_in_what_a_tool_returns_is_replaced(name: st
 async def test_a_description_with_half_a_surrogate_pair_can_be_shown() -> None:
     ids = TOKENIZER.encode("a \ud835 b")
     assert ids == TOKENIZER.encode("a \ufffd b")
-
-
-def test_a_tool_error_is_no_mesh_error() -> None:
-    assert not issubclass(ToolError, InfraError)
 
 
 FILE = {"uri": "file:///a.txt", "mimeType": "text/plain"}

@@ -188,17 +188,6 @@ async def test_an_infrastructure_fault_is_no_observation() -> None:
         await run([both, ANSWER], "add", "fail")
 
 
-async def test_a_response_that_the_engine_aborted_is_not_trained() -> None:
-    class Gone(Scripted):
-        def _delta(self, tokens: Sequence[int], reason: str) -> Any:
-            return super()._delta(tokens, "abort")
-
-    tokenizer = chat_tokenizer()
-    built = program.build({"tools": [f"{HERE}.add"]})
-    rollout = await built(task(tokenizer), UID, Gone(tokenizer, [ADD]), tokenizer)
-    assert rollout.outcome is Outcome.CANCELLED
-
-
 async def test_other_formats_of_calls() -> None:
     fenced = f"```python\nprint(42)\n```{END}"
     _, _, text = await run([fenced, ANSWER], "python", format="python_fence", role="user")
@@ -208,14 +197,3 @@ async def test_other_formats_of_calls() -> None:
 def test_an_unknown_format_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"no formats? named 'hermse'; did you mean 'hermes'"):
         program.build({"tools": [f"{HERE}.add"], "format": "hermse"})
-
-
-async def test_tools_need_a_tokenizer_with_a_chat_template() -> None:
-    class Words:
-        def decode(self, ids: Sequence[int]) -> str:
-            return ""
-
-    tokenizer = chat_tokenizer()
-    built = program.build({"tools": [f"{HERE}.add"]})
-    with pytest.raises(ConfigError, match="chat template"):
-        await built(task(tokenizer), UID, Scripted(tokenizer, []), Words())

@@ -15,7 +15,6 @@ from meshrl.rollout.engines.torch import build
 from meshrl.rollout.streams import sample
 
 from .checkpoints import (
-    FIRST,
     VOCAB,
     Checkpoint,
     forced_logprobs,
@@ -273,16 +272,3 @@ def test_an_unknown_option_names_the_nearest_right_one(tmp_path: Path) -> None:
         build({"max_model_length": 3}, model=tmp_path, slots=1)
     with pytest.raises(ConfigError, match=r"rollout\.engine\.device"):
         build({"device": "tpu"}, model=tmp_path, slots=1)
-
-
-async def test_nothing_is_sampled_before_the_first_committed_version(
-    qwen3: Checkpoint, make_engine: EngineMaker
-) -> None:
-    engine = await make_engine(qwen3.path, serve=False)
-    early = asyncio.create_task(sample(engine, request("a", [3, 4], temperature=0.0, max_tokens=4)))
-    await asyncio.sleep(0.05)
-    assert not early.done()
-    await engine.serve_checkpoint(FIRST)
-    answer = await early
-    assert answer.spans[0].version == FIRST
-    assert answer.tokens.tolist() == greedy(qwen3.model, [3, 4], 4)
