@@ -203,17 +203,16 @@ def _pack(
         )
         if own is not None:
             sizes.append(np.ascontiguousarray(own, "<u4").tobytes())
-        body = [_bytes_of(piece, dtype) for piece in pieces]
-        bodies += body
-        bodies.append(_PADDING[sum(map(len, body)) % 8])
+        size = 0
+        for piece in pieces:
+            if piece.dtype is dtype and piece.flags.c_contiguous and piece.size:
+                body = piece.data.cast("B")
+            else:
+                body = np.ascontiguousarray(piece, dtype).reshape(-1).view(np.uint8).data
+            bodies.append(body)
+            size += len(body)
+        bodies.append(_PADDING[size % 8])
     return _frame(rows, entries, sizes, bodies)
-
-
-def _bytes_of(array: Array, dtype: np.dtype[Any]) -> memoryview:
-    """Of an array as one of `dtype`, which is little-endian: its own, where it is one."""
-    if array.dtype is dtype and array.flags.c_contiguous and array.size:
-        return array.data.cast("B")
-    return np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8).data
 
 
 def _frame(

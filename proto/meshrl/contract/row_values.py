@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -134,22 +135,21 @@ def _text(rows: _Rows) -> ValueFault | None:
     return None
 
 
-def _json(rows: _Rows, fits: Callable[[Json], bool], wanted: str) -> ValueFault | None:
+def _json(rows: _Rows, *, fits: Callable[[Json], bool], wanted: str) -> ValueFault | None:
     for row, column in enumerate(rows.split()):
+        text = column.tobytes() or b"null"
         try:
-            if not fits(_loaded(column.tobytes() or b"null")):
+            try:
+                said = orjson.loads(text)
+            except (
+                orjson.JSONDecodeError
+            ):  # NaN and halves of surrogates are not JSON to the letter
+                said = json.loads(text.decode())  # of bytes it reads more than UTF-8
+            if not fits(said):
                 return rows.of_row(row, f"holds {_shown(column)}, want {wanted}")
         except (ValueError, RecursionError):
             return rows.of_row(row, f"holds {_shown(column)}, which is no JSON; want {wanted}")
     return None
-
-
-def _loaded(text: bytes) -> Json:
-    """Quickly, where it is JSON to the letter; NaN and halves of surrogates are not, and `json` reads them."""
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return json.loads(text.decode())  # of bytes it reads more than UTF-8
 
 
 def _shown(column: Array) -> str:
@@ -163,10 +163,6 @@ def _is_component(value: Json) -> bool:
         return False
 
 
-def _are_components(said: Json) -> bool:
-    return isinstance(said, dict) and all(map(_is_component, said.values()))
-
-
 def _is_posted(said: Json) -> bool:
     if said is None:  # an empty column: nothing was posted
         return True
@@ -174,28 +170,6 @@ def _is_posted(said: Json) -> bool:
         return False
     numbers = [said.get("score"), *said["components"].values()]
     return not any(isinstance(number, str) or not _is_component(number) for number in numbers)
-
-
-def _is_conversation(said: Json) -> bool:
-    return isinstance(said, list) and all(isinstance(message, dict) for message in said)
-
-
-def _components(rows: _Rows) -> ValueFault | None:
-    return _json(rows, _are_components, "an object of finite numbers and texts")
-
-
-def _posted(rows: _Rows) -> ValueFault | None:
-    return _json(
-        rows, _is_posted, "nothing, or an object with a score and components, finite numbers"
-    )
-
-
-def _conversation(rows: _Rows) -> ValueFault | None:
-    return _json(rows, _is_conversation, "a list of messages")
-
-
-def _list(rows: _Rows) -> ValueFault | None:
-    return _json(rows, lambda said: isinstance(said, list), "a list")
 
 
 def _experts(rows: _Rows) -> ValueFault | None:
@@ -225,11 +199,27 @@ _CHECKS: Final[Mapping[str, Callable[[_Rows], ValueFault | None]]] = {
         _finite,
     ),
     **dict.fromkeys(("response_text", "replica", "reward_hash", DATA_SOURCE), _text),
-    "reward_components": _components,
-    POSTED_REWARD: _posted,
-    CONVERSATION: _conversation,
-    REWARD_INPUTS: _list,
-    PARTS: _list,
+    "reward_components": partial(
+        _json,
+        fits=lambda said: isinstance(said, dict) and all(map(_is_component, said.values())),
+        wanted="an object of finite numbers and texts",
+    ),
+    POSTED_REWARD: partial(
+        _json,
+        fits=_is_posted,
+        wanted="nothing, or an object with a score and components, finite numbers",
+    ),
+    CONVERSATION: partial(
+        _json,
+        fits=lambda said: (
+            isinstance(said, list) and all(isinstance(message, dict) for message in said)
+        ),
+        wanted="a list of messages",
+    ),
+    **dict.fromkeys(
+        (REWARD_INPUTS, PARTS),
+        partial(_json, fits=lambda said: isinstance(said, list), wanted="a list"),
+    ),
     ROUTED_EXPERTS: _experts,
 }
 

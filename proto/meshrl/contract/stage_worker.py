@@ -18,6 +18,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Literal, Protocol, TypeAlias
 
@@ -159,7 +160,8 @@ class StageWorker:
         self._progress = progress
         self._calls: set[_Call] = set()
         self._write_back = {
-            run: WriteBack(queue, run, stage.name, alone=self._is_idle) for run in self._runs
+            run: WriteBack(queue, run, stage.name, alone=lambda: not self.held)
+            for run in self._runs
         }
         self._freed = asyncio.Event()
         self._draining = asyncio.Event()
@@ -215,9 +217,6 @@ class StageWorker:
             if len(done) < len(running):
                 return
 
-    def _is_idle(self) -> bool:
-        return all(call.done for call in self._calls)
-
     def _movable(self, call: _Call) -> bool:
         return self._progress is not None and all(map(self._progress.keeps, call.rows))
 
@@ -233,11 +232,16 @@ class StageWorker:
             )
             rows, surplus = readable[:let_in], readable[let_in:]
             # A row that is worked on here already was taken back meanwhile, and nobody has said so yet.
-            cancelled = self._cancel({row.uid for row in rows}) if self._calls else {}
+            cancelled = self.forget({row.uid for row in rows}) if self._calls else {}
             self._held_leases.add(rows, lease.ttl_s)
             self.stats.leased += len(rows)
             for part in self._parts(rows):
-                self._start(part, cancelled)
+                call = _Call(rows={row.uid: row for row in part})
+                self._calls.add(call)
+                after = {cancelled[uid] for uid in call.rows if uid in cancelled}
+                work = self._work(call, after)
+                call.task = asyncio.create_task(work, name=f"{self._stage.name}-call")
+                call.task.add_done_callback(partial(self._finished, call))
             if surplus:  # the limit fell while they were on their way
                 await self._release(surplus)
 
@@ -251,15 +255,6 @@ class StageWorker:
         size = self._intake.limit if per_call == "batch" else per_call
         for start in range(0, len(rows), size):
             yield rows[start : start + size]
-
-    def _start(
-        self, rows: Iterable[LeasedRow], cancelled: Mapping[Uid, asyncio.Task[None]]
-    ) -> None:
-        call = _Call(rows={row.uid: row for row in rows})
-        self._calls.add(call)
-        after = {cancelled[uid] for uid in call.rows if uid in cancelled}
-        call.task = asyncio.create_task(self._work(call, after), name=f"{self._stage.name}-call")
-        call.task.add_done_callback(lambda task: self._finished(call, task))
 
     async def _capacity(self) -> int:
         """Rows that may be leased now; waits for a finished call or `wake` (or `drain`, then 0)."""
@@ -435,15 +430,11 @@ class StageWorker:
     def _lost(self, rows: Held) -> None:
         self.forget(set(self._held_leases.still(rows)))
 
-    def forget(self, lost: set[Uid]) -> None:
-        """Cancel calls that hold none of their rows any more.
+    def forget(self, lost: set[Uid]) -> Mapping[Uid, asyncio.Task[None]]:
+        """Cancel calls that hold none of their rows any more; returns the cancelled tasks by row.
 
         A row whose result is being written may be lost because the write has arrived.
         """
-        self._cancel(lost)
-
-    def _cancel(self, lost: set[Uid]) -> Mapping[Uid, asyncio.Task[None]]:
-        """As `forget`; returns the cancelled tasks by row."""
         if self._progress is not None:
             self._progress.drop(lost)
         cancelled: dict[Uid, asyncio.Task[None]] = {}

@@ -105,7 +105,7 @@ class GenerationCheckpointer(Progress):
         intervals: CheckpointIntervals,
         *,
         max_staleness: float,
-        lost: Callable[[set[Uid]], None],
+        lost: Callable[[set[Uid]], object],
     ) -> None:
         """`lost` is called with rows that another worker holds by now."""
         self.stats = CheckpointStats()

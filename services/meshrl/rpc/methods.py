@@ -28,7 +28,6 @@ from google.protobuf.message_factory import GetMessageClass
 from meshrl.contract.codec.bulk import Bulk, parser
 from meshrl.contract.codec.control import Field, MessagePlan, codec_of, words
 from meshrl.rpc.credentials import MeshRole
-from meshrl.rpc.transport import MAX_STREAM_BYTES
 
 F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
 
@@ -54,8 +53,6 @@ class MethodRow:
     """Seconds that an answer may take, where that is more than usual."""
     payload: bool = False
     """Its streamed messages have frames beside them (contract/codec/bulk.py)."""
-    most_bytes: int = MAX_STREAM_BYTES
-    """Of all messages of a streamed request; a single one has at most MAX_MESSAGE_BYTES."""
     given: Mapping[str, Field] = field(default_factory=lambda: MappingProxyType({}))
     """Conversions of arguments that do not follow from their types."""
     reply: Field | None = None

@@ -81,7 +81,7 @@ class TableServicer:
         """Register the methods with `server`."""
         handlers = {
             name: getattr(grpc, f"{method.arity}_rpc_method_handler")(
-                getattr(self, name, None) or partial(self._handle, name),
+                getattr(self, name, None) or partial(self.answer, name),
                 request_deserializer=method.ask.parse,
                 response_serializer=method.answer.serialize,
             )
@@ -91,10 +91,7 @@ class TableServicer:
             (grpc.method_handlers_generic_handler(self.service, handlers),)
         )
 
-    async def _handle(self, name: str, request: Any, context: Context) -> Any:
-        return await self.answer(name, request)
-
-    async def answer(self, name: str, request: Any) -> Any:
+    async def answer(self, name: str, request: Any, context: Context) -> Any:
         """Call the port's method of a row with the request's fields; return its answer as the row converts it."""
         return self.table.methods[name].encode_answer(await self.call(name, request))
 
@@ -113,10 +110,6 @@ class TableServicer:
         port = next(each for each in self._ports if hasattr(each, called))
         answer = getattr(port, called)(**arguments, **more)
         return await answer if inspect.isawaitable(answer) else answer
-
-    async def collected(self, name: str, requests: AsyncIterator[Any]) -> list[Any]:
-        """All messages of a streamed request. Raises CapacityError beyond the row's bound, BusyError."""
-        return await collected(requests, self.table.methods[name].row.most_bytes)
 
 
 M = TypeVar("M", bound=Message)
@@ -139,7 +132,7 @@ class QueueServicer(TableServicer, table=QueueTable):
     async def Admit(
         self, request_iterator: AsyncIterator[queue_pb2.AdmitRequest], context: Context
     ) -> queue_pb2.AdmitResponse:
-        call = codec.decode_admit(await self.collected("Admit", request_iterator))
+        call = codec.decode_admit(await collected(request_iterator))
         admitted = await self._queue.admit(
             call.run, call.tasks, cursor=call.cursor, wait_s=bounded(call.wait_s)
         )
@@ -172,7 +165,7 @@ class QueueServicer(TableServicer, table=QueueTable):
     async def Write(
         self, request_iterator: AsyncIterator[codec.Bulk[queue_pb2.WriteRequest]], context: Context
     ) -> Ack:
-        call = codec.decode_write(await self.collected("Write", request_iterator))
+        call = codec.decode_write(await collected(request_iterator))
         require_stage(call.stage)
         await self._queue.write(call.run, call.stage, call.blocks)
         return Ack()
@@ -180,7 +173,7 @@ class QueueServicer(TableServicer, table=QueueTable):
     async def Append(
         self, request_iterator: AsyncIterator[codec.Bulk[queue_pb2.WriteRequest]], context: Context
     ) -> Ack:
-        call = codec.decode_write(await self.collected("Append", request_iterator))
+        call = codec.decode_write(await collected(request_iterator))
         require_stage(call.stage)
         await self._queue.append(call.run, call.stage, call.blocks)
         return Ack()

@@ -36,81 +36,67 @@ class Signal:
                     listener.set_result(None)
 
 
-class Turns(Signal):
+class Turns:
     """Callers that wait for rows look one after the other, so that not all of them wake for rows that a few will get.
 
     A caller that was woken looks in the moment in which it goes on: it awaits nothing before. Then the next one is
-    woken, while there is something `left`. Who joined `ahead` looks before the others.
+    woken, while there is something `left`. Who waits `ahead` looks before those in `line`.
     """
 
     def __init__(self, left: Callable[[], object]) -> None:
-        super().__init__()
         self._left = left
-        self.ahead = _Ahead(self)
-        self._ahead: OrderedDict[asyncio.Future[None], int] = OrderedDict()
-        self._line: OrderedDict[asyncio.Future[None], int] = OrderedDict()
-        """Those that wait, with rising numbers. An OrderedDict finds its first entry at once, however many left."""
-        self._last = self._until = 0
+        self.last = self._until = 0
         """The number of the caller that came last, and of the last one that may look."""
-        self._on_the_way: asyncio.Future[None] | None = None
-
-    def join(self, listener: asyncio.Future[None]) -> None:
-        """Complete `listener` when it is its turn."""
-        self._last += 1
-        self._line[listener] = self._last
-
-    def join_ahead(self, listener: asyncio.Future[None]) -> None:
-        """The same, before those that joined in line."""
-        self._last += 1
-        self._ahead[listener] = self._last
-
-    def leave(self, listener: asyncio.Future[None]) -> None:
-        """It looks now, or has given up."""
-        self._line.pop(listener, None)
-        self._ahead.pop(listener, None)
-        if listener is self._on_the_way:
-            listener.get_loop().call_soon(self._looked)
+        self.on_the_way: asyncio.Future[None] | None = None
+        self.ahead, self.line = _Line(self), _Line(self)
 
     def notify(self) -> None:
         """Rows came: everybody who waits now may look."""
-        self._until = self._last
-        self._wake()
+        self._until = self.last
+        self.wake()
 
     def notify_one(self) -> None:
         """The one that has waited longest may look."""
-        if self._line:
-            self._until = max(self._until, next(iter(self._line.values())))
-            self._wake()
+        if self.line.waiting:
+            self._until = max(self._until, next(iter(self.line.waiting.values())))
+            self.wake()
 
-    def _looked(self) -> None:
-        self._on_the_way = None
-        self._wake()
+    def looked(self) -> None:
+        """The caller that was woken has gone on, or has given up."""
+        self.on_the_way = None
+        self.wake()
 
-    def _wake(self) -> None:
-        if self._on_the_way is not None or not self._left():
+    def wake(self) -> None:
+        """Wake the next caller, if there is something for it and nobody else is on the way."""
+        if self.on_the_way is not None or not self._left():
             return
-        for line in (self._ahead, self._line):
-            listener, number = next(iter(line.items()), (None, 0))
+        for waiting in (self.ahead.waiting, self.line.waiting):
+            listener, number = next(iter(waiting.items()), (None, 0))
             if listener is not None and number <= self._until:
-                del line[listener]
-                self._on_the_way = listener
+                del waiting[listener]
+                self.on_the_way = listener
                 if not listener.done():
                     listener.set_result(None)
                 return
 
 
-class _Ahead(Signal):
-    """The head of the line of `turns`."""
+class _Line(Signal):
+    """Those that wait for their turn, each with a number that rises in both lines of `turns`."""
 
     def __init__(self, turns: Turns) -> None:
         super().__init__()
         self._turns = turns
+        self.waiting: OrderedDict[asyncio.Future[None], int] = OrderedDict()
+        """An OrderedDict finds its first entry at once, however many left."""
 
     def join(self, listener: asyncio.Future[None]) -> None:
-        self._turns.join_ahead(listener)
+        self._turns.last += 1
+        self.waiting[listener] = self._turns.last
 
     def leave(self, listener: asyncio.Future[None]) -> None:
-        self._turns.leave(listener)
+        self.waiting.pop(listener, None)
+        if listener is self._turns.on_the_way:
+            listener.get_loop().call_soon(self._turns.looked)
 
 
 async def any_signal(signals: Sequence[Signal], deadline: float, what: Callable[[], str]) -> None:

@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar
 
 import grpc
-from google.protobuf.message import Message
 from typing_extensions import override
 
 from meshrl.common import tracing
@@ -437,7 +436,3 @@ async def _collect(
     finally:
         messages.cancel()
     return answers
-
-
-def discard(_: Message) -> None:
-    """Decodes an answer without content."""

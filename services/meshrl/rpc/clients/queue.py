@@ -45,7 +45,7 @@ from meshrl.contract.types import (
     Uid,
 )
 from meshrl.rpc import tls
-from meshrl.rpc.clients.base import SERVICE_RETRY_S, Connect, GrpcClient, Patience, connect, discard
+from meshrl.rpc.clients.base import SERVICE_RETRY_S, Connect, GrpcClient, Patience, connect
 from meshrl.rpc.credentials import Credential, MeshRole
 from meshrl.rpc.errors import from_rpc
 from meshrl.rpc.methods import STAGES, MethodTable, bare_row, row, service
@@ -439,7 +439,7 @@ class QueueClient(GrpcClient, QueueTable):
         messages = codec.encode_write(call)
         if self._compresses:
             messages = [message.compressed() for message in messages]
-        await self._connection.call_with_stream(self.remote(name), messages, discard)
+        await self._connection.call_with_stream(self.remote(name), messages, lambda _: None)
 
     @override
     async def fetch(

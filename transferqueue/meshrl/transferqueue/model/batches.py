@@ -26,7 +26,7 @@ from meshrl.contract.types import (
     Version,
 )
 from meshrl.transferqueue.model.columns import Damage, InBatch
-from meshrl.transferqueue.model.group import Group, bits
+from meshrl.transferqueue.model.group import Group, bits, count_sampled
 from meshrl.transferqueue.model.leases import WorkerVerbs
 from meshrl.transferqueue.model.records import Exit, TakenBatch
 from meshrl.transferqueue.model.waiting import Sampled, due, first_version, most_lacking
@@ -156,7 +156,7 @@ class TrainerVerbs(WorkerVerbs):
     def _take_groups(self, groups: Sequence[Group], step: int, epoch: int, batch_id: str) -> Batch:
         """The batch of these complete groups."""
         for group in groups:
-            self.withdraw(group)
+            self.complete.discard(group)
             if unfinished := group.unfinished:
                 self.remove_rows(group, unfinished, Exit.FILTERED, SPARE)
         blocks, records = zip(*map(_manifest, groups), strict=True)
@@ -179,7 +179,7 @@ class TrainerVerbs(WorkerVerbs):
         return Batch(batch_id=batch_id, run=self.name, step=step, groups=blocks)
 
     def _put_in(self, group: Group, batch: TakenBatch) -> None:
-        self._count_sampled(group, -1)
+        count_sampled(self.sampled_from, group, -1)
         group.batch = batch
         batch.groups.append(group.number)
         self.in_batches += 1
@@ -212,7 +212,7 @@ class TrainerVerbs(WorkerVerbs):
         ):
             reason = ALWAYS_STALE
         elif self.spec.stale_policy is StalePolicy.REISSUE:
-            self.withdraw(group)
+            self.complete.discard(group)
             self.remove_rows(group, group.present, Exit.STALE, REISSUED)
             self._sample_from(group, None)
             group.position = -1
@@ -450,7 +450,7 @@ class TrainerVerbs(WorkerVerbs):
                     self._consumed -= 1
                     self._count_open(group, 1)
                 group.batch = None
-                self._count_sampled(group, 1)
+                count_sampled(self.sampled_from, group, 1)
                 self._refresh(group)
                 self.offer(group)
             self.save(groups)
@@ -463,7 +463,7 @@ class TrainerVerbs(WorkerVerbs):
             batch.groups.remove(group.number)
             self.in_batches -= 1
             group.batch = None
-            self._count_sampled(group, 1)
+            count_sampled(self.sampled_from, group, 1)
             self._refresh(group)
         self.save(groups)
 

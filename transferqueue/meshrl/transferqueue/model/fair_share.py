@@ -101,10 +101,6 @@ class FairShare:
         self._changed[holder] = None
         return holder
 
-    def count_wait(self, worker: str, now: float, change: int) -> None:
-        """`worker` waits for one lease more (1) or less (-1)."""
-        self.holder(worker, now).waiting += change
-
     def share(self, worker: str, ready: int, limit: int, *, now: float, silence_s: float) -> int:
         """How many of `ready` rows `worker`, which asks for `limit`, is granted; at least one if it holds none.
 

@@ -15,7 +15,6 @@ from functools import lru_cache
 
 from orjson import Fragment
 
-from meshrl.contract.frames import checksum_of
 from meshrl.contract.types import Json, Outcome, RowBlock, RowFacts, Uid, Version
 from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.records import TakenBatch, TaskMetadata
@@ -365,17 +364,6 @@ class Group:
             self.deliveries[stage][index] -= 1
 
     # --- columns
-
-    def add_frame(
-        self, stage: int, rows: tuple[int, ...], mask: int, frame: bytes, *, partial: bool
-    ) -> bytes:
-        """Columns of `rows` (indices in the frame's order; `mask` is their set) are stored; returns the key."""
-        number = self.next_frame
-        self.next_frame += 1
-        self.frames.append(
-            StoredFrame(stage, number, rows, len(frame), mask, checksum_of(frame), partial)
-        )
-        return self.frame_key(number)
 
     def mark_written(self, stage: int, rows: Sequence[int], mask: int, token: int) -> None:
         """`stage` has written `rows`, whose set is `mask`, under `token`; they are no longer granted."""

@@ -31,7 +31,7 @@ from meshrl.contract.types import (
     Uid,
     name_fault,
 )
-from meshrl.transferqueue.model.group import Group, task_key
+from meshrl.transferqueue.model.group import Group, count_sampled, task_key
 from meshrl.transferqueue.model.records import DeadRow, Exit, State, TaskMetadata
 from meshrl.transferqueue.model.rows import LastFailure, ResidentRows, Stage
 from meshrl.transferqueue.store import Table
@@ -142,7 +142,13 @@ class FeederVerbs(ResidentRows):
                     difficulty = 0.0
                 metadata = TaskMetadata(task.priority, task.data_source, float(difficulty))
                 frame = frames.get(task.task_id) or codec.pack_task(task)
-                added.append(self._admit(task.task_id, metadata, frame.data, task.group_size))
+                number = self.record.next_group
+                self.record.next_group += 1
+                self.known_tasks.add(task.task_id, number)
+                attempts = [0] * task.group_size
+                group = self._add_group(number, task.task_id, metadata, len(frame.data), attempts)
+                self._commit_log.put(Table.PAYLOAD, group.task_key, with_checksum(frame.data))
+                added.append(group)
             count += 1
         if count == len(tasks) and cursor != self.record.cursor:
             self.record.cursor = cursor
@@ -152,15 +158,6 @@ class FeederVerbs(ResidentRows):
             self.save(added)
             self.notify_stages()
         return count
-
-    def _admit(self, task_id: str, metadata: TaskMetadata, payload: bytes, size: int) -> Group:
-        """A task that is not known comes in as a group of `size` rows; `payload` is the packed task."""
-        number = self.record.next_group
-        self.record.next_group += 1
-        self.known_tasks.add(task_id, number)
-        group = self._add_group(number, task_id, metadata, len(payload), [0] * size)
-        self._commit_log.put(Table.PAYLOAD, group.task_key, with_checksum(payload))
-        return group
 
     def close_feed(self) -> None:
         """No task will come any more."""
@@ -193,13 +190,13 @@ class FeederVerbs(ResidentRows):
         """Every remaining row leaves, and the group with them."""
         if group.present:
             self.remove_rows(group, group.present, exit_, reason)
-        self.withdraw(group)
+        self.complete.discard(group)
         batch = group.batch
         if batch is not None:
             batch.groups.remove(group.number)
             self.in_batches -= 1
         else:
-            self._count_sampled(group, -1)
+            count_sampled(self.sampled_from, group, -1)
         if batch is not None and batch.consumed:
             self._consumed -= 1
         else:

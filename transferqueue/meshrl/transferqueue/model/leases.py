@@ -153,30 +153,25 @@ class WorkerVerbs(FeederVerbs):
 
     def write(self, stage: Stage, blocks: Sequence[CheckedBlock]) -> None:
         """Add the columns of checked writes."""
+        number, now = stage.number, self.clock()
         holders: dict[Holder, None] = {}
         for group, mask, block in blocks:
-            holders.update(dict.fromkeys(self._write(stage, group, mask, block)))
+            self._store_frame(group, number, mask, block)
+            tokens = [row.num_tokens for row in block.facts]
+            for grant in group.grants:
+                if grant.holder and grant.stage == number and grant.token == block.token:
+                    grant.holder.finished(tokens, now - grant.since)
+                    holders[grant.holder] = None
+            group.mark_written(number, block.indices, mask, block.token)
+            self._drop_frames(group, group.drop_progress(number, mask))
+            if block.facts:
+                group.set_facts(block.indices, block.facts)
+                self.open_tokens += sum(tokens)
+            group.since = now
+            self._refresh(group)
             self.offer_if_complete(group)
         self.save([group for group, _, _ in blocks])
         self.notify_shares(stage, holders)
-
-    def _write(self, stage: Stage, group: Group, mask: int, block: RowBlock) -> list[Holder]:
-        """`stage` has written the rows of `block`, whose set is `mask`. Returns the worker that held them."""
-        number, now = stage.number, self.clock()
-        self._store_frame(group, number, mask, block)
-        holders: list[Holder] = []
-        for grant in group.grants:
-            if grant.holder is not None and grant.stage == number and grant.token == block.token:
-                grant.holder.finished([row.num_tokens for row in block.facts], now - grant.since)
-                holders.append(grant.holder)
-        group.mark_written(number, block.indices, mask, block.token)
-        self._drop_frames(group, group.drop_progress(number, mask))
-        if block.facts:
-            group.set_facts(block.indices, block.facts)
-            self.open_tokens += sum([row.num_tokens for row in block.facts])
-        group.since = now
-        self._refresh(group)
-        return holders
 
     def _rows_to_write(self, stage: Stage, block: RowBlock) -> tuple[Group | None, int]:
         """The group, and the mask of the rows to write: held under the block's token and not written yet."""
@@ -324,7 +319,7 @@ class WorkerVerbs(FeederVerbs):
             if group.batch is not None or not mask:
                 continue
             rows += mask.bit_count()
-            self.withdraw(group)
+            self.complete.discard(group)
             self._drop_frames(group, group.undo_stages(again, mask))
             group.since = self.clock()
             self._refresh(group)
@@ -391,13 +386,14 @@ def signals(
         ]
     found: list[Signal] = []
     for run, stage in candidates:
-        turns: Signal = run.turns[stage.number]
+        turns = run.turns[stage.number]
+        line = turns.line
         if stage.first:
             holder = run.fair_share.holder(worker, run.clock())
             found.append(holder.wrote)
             # Its share allows a worker without rows one at least; many others would look in vain.
-            turns = turns if holder.rows else run.turns[stage.number].ahead
-        found += (turns, run.gate_signal)
+            line = line if holder.rows else turns.ahead
+        found += (line, run.gate_signal)
     return found
 
 
@@ -406,12 +402,12 @@ def waiting(candidates: Sequence[tuple[WorkerVerbs, Stage]], worker: str) -> Ite
     """`worker` waits for rows that it would sample, for as long as the block runs."""
     runs = [run for run, stage in candidates if stage.first]
     for run in runs:
-        run.fair_share.count_wait(worker, run.clock(), 1)
+        run.fair_share.holder(worker, run.clock()).waiting += 1
     try:
         yield
     finally:
         for run in runs:
-            run.fair_share.count_wait(worker, run.clock(), -1)
+            run.fair_share.holder(worker, run.clock()).waiting -= 1
 
 
 def _held_by(group: Group, stage: Stage, worker: str) -> int:

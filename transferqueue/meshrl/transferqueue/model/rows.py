@@ -13,6 +13,7 @@ from functools import partial
 from typing import Final
 
 from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.contract.frames import checksum_of
 from meshrl.contract.types import NOTES, RowBlock, RunSpec, StageSpec, Uid
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.fair_share import FairShare, Holder
@@ -367,10 +368,6 @@ class ResidentRows:
         self.complete.add(group)
         self.complete_signal.notify()
 
-    def withdraw(self, group: Group) -> None:
-        """The group cannot be taken (any more)."""
-        self.complete.discard(group)
-
     # --- rows leave
 
     def remove_rows(self, group: Group, mask: int, exit_: Exit, reason: str) -> None:
@@ -388,9 +385,13 @@ class ResidentRows:
     def _store_frame(
         self, group: Group, stage: int, mask: int, block: RowBlock, *, partial: bool = False
     ) -> None:
-        frame = block.frame.value
-        key = group.add_frame(stage, block.indices, mask, frame, partial=partial)
-        self._commit_log.put(Table.PAYLOAD, key, frame)
+        """Columns of the rows of `block`, whose set is `mask`, are stored."""
+        frame, number = block.frame.value, group.next_frame
+        group.next_frame += 1
+        group.frames.append(
+            StoredFrame(stage, number, block.indices, len(frame), mask, checksum_of(frame), partial)
+        )
+        self._commit_log.put(Table.PAYLOAD, group.frame_key(number), frame)
         self.open_bytes += len(frame)
 
     def _drop_frames(self, group: Group, frames: Iterable[StoredFrame]) -> None:
@@ -401,13 +402,9 @@ class ResidentRows:
 
     def _sample_from(self, group: Group, step: int | None) -> None:
         """The group, which is in no batch and not complete, is sampled from a version of `step` on."""
-        self._count_sampled(group, -1)
+        count_sampled(self.sampled_from, group, -1)
         group.sampled_from = step
-        self._count_sampled(group, 1)
-
-    def _count_sampled(self, group: Group, sign: int) -> None:
-        """The group is in no batch (1), or it is not here any more, or in one (-1)."""
-        count_sampled(self.sampled_from, group, sign)
+        count_sampled(self.sampled_from, group, 1)
 
     def _count_open(self, group: Group, sign: int) -> None:
         """The group's bytes and tokens count for admission (1) or do not any more (-1)."""
