@@ -28,8 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from meshrl.weights.delta import apply, encode
-from meshrl.weights.delta.codec import changes, gaps_of, indices_of
+from meshrl.weights.delta import apply, changes, encode, gaps_of, indices_of
 
 Bytes = npt.NDArray[np.uint8]
 DENSITIES = (0.003, 0.01, 0.03, 0.10, 0.25)

@@ -99,10 +99,6 @@ class Sandbox(Protocol):
         """The pid, in our namespace, of the scoring process that `pid` is or has started; None when it ended."""
         ...
 
-    def orphans(self, pid: int) -> int:
-        """Number of processes in the sandbox besides the scoring process (0 where they cannot be counted)."""
-        ...
-
 
 @dataclass(slots=True, kw_only=True)
 class OpenSandbox:
@@ -125,10 +121,6 @@ class OpenSandbox:
     def process(self, pid: int) -> int | None:
         """The process itself."""
         return pid
-
-    def orphans(self, pid: int) -> int:
-        """0: they are not counted."""
-        return 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,10 +154,6 @@ class WeakSandbox:
     def process(self, pid: int) -> int | None:
         """The process itself."""
         return pid
-
-    def orphans(self, pid: int) -> int:
-        """0: it may start no process."""
-        return 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,7 +190,10 @@ class StrictSandbox:
         return None if init is None else _first_child(init)
 
     def orphans(self, pid: int) -> int:
-        """Counted in the sandbox's own /proc: a process that leaves its parent stays in the namespace."""
+        """Number of processes in the sandbox besides the scoring process (0 where they cannot be counted).
+
+        Counted in the sandbox's own /proc: a process that leaves its parent stays in the namespace.
+        """
         init = _first_child(pid)
         if init is None:
             return 0

@@ -11,33 +11,48 @@ end or in a copy.
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeAlias
 
 from pydantic_core import to_jsonable_python
 
-from meshrl.api.history import HELD_OUT, STEP, RunHistory
-from meshrl.api.rows import Order, find_rows
 from meshrl.common.python_process import PYTHON
 from meshrl.config.loading import in_yaml, load_recipe
 from meshrl.config.recipe import METRICS_NAME
 from meshrl.contract.errors import MeshError, UserError
-from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, LOCK_NAME, is_up, newest_run_dir
-from meshrl.launcher.run_directory import finished_line
+from meshrl.http.view.metrics import MetricCurve, MetricsFile
+from meshrl.launcher.address_book import (
+    ADDRESS_BOOK_NAME,
+    LOCK_NAME,
+    AddressBook,
+    is_up,
+    newest_run_dir,
+)
+from meshrl.launcher.run_directory import FINISHED_NAME, finished_line
+from meshrl.trainer.trajectories.files import FOLDER, LoggedFile, logged_files
 
 __all__ = ["Run", "RunStatus", "open_run", "run"]
 
 ERRORS_NAME = "up.err"
 """In the run's `logs`: errors and warnings of a `meshrl up` that was started from here."""
 LOOK_EVERY_S = 0.2
+STEP = "reward/mean"
+"""A metric that each training step has."""
+HELD_OUT = "val/score/mean"
+TIME = "time/unix_s"
+Row: TypeAlias = Mapping[str, Any]
+Order: TypeAlias = Literal["worst", "best"]
+Test: TypeAlias = Callable[[Row], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,3 +258,183 @@ def _holder(directory: Path) -> int | None:
         return int((directory / LOCK_NAME).read_text())
     except (OSError, ValueError):
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHistory:
+    """One run."""
+
+    directory: Path
+    name: str
+    state: str
+    """running, finished (it did all that its recipe asks for) or stopped."""
+    metrics: MetricsFile
+
+    @classmethod
+    def read(cls, directory: Path) -> RunHistory:
+        """The run in `directory`; a directory without a run has no steps and the directory's name."""
+        metrics = MetricsFile(directory / METRICS_NAME)
+        metrics.refresh()
+        try:
+            name = AddressBook.load(directory / ADDRESS_BOOK_NAME).run
+        except MeshError:
+            name = directory.name
+        found = cls(directory=directory, name=name, state="running", metrics=metrics)
+        if is_up(directory):
+            return found
+        finished = _finished_at(directory / FINISHED_NAME) == found.steps
+        return replace(found, state="finished" if finished else "stopped")
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done."""
+        curve = self._curve(STEP)
+        return int(curve.steps[-1]) + 1 if curve else 0
+
+    @property
+    def ended_unix_s(self) -> float | None:
+        """When it last did something; None before its first step."""
+        return self.last(TIME)
+
+    @property
+    def seconds(self) -> float:
+        """From its first figures to its last ones, pauses included."""
+        times = self.values(TIME)
+        return max(times) - min(times) if times else 0.0
+
+    @property
+    def samples(self) -> int:
+        """Rows trained; about so many where metrics.jsonl has become too long to have every step."""
+        rows = self.values("batch/rows")
+        return round(sum(rows) / len(rows) * self.steps) if rows else 0
+
+    def values(self, metric: str) -> list[float]:
+        """Of one metric, in the order of its steps; empty where there is none."""
+        curve = self._curve(metric)
+        return curve.values if curve else []
+
+    def last(self, metric: str) -> float | None:
+        """The newest value."""
+        return next(reversed(self.values(metric)), None)
+
+    def _curve(self, metric: str) -> MetricCurve | None:
+        return self.metrics.curves((metric,)).get(metric)
+
+
+def _finished_at(note: Path) -> int | None:
+    """The step at which the run had done all that it was asked to; None where it had not."""
+    try:
+        return int(json.loads(note.read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def find_rows(
+    directory: Path,
+    *,
+    step: str | None = None,
+    held_out: bool = False,
+    where: str | None = None,
+    uid: str | None = None,
+    order: Order | None = None,
+    most: float = math.inf,
+    per_token: bool = False,
+) -> Iterator[Row]:
+    """At most `most` rows of the run in `directory`, as `meshrl rows` chooses and orders them.
+
+    Args:
+        directory: The run's.
+        step: `N`, `N-M` or `all`; None is the newest one, all of them with `uid`.
+        held_out: Rows of evaluations instead of trained ones.
+        where: A condition, as in `reward < 0.5 and staleness > 1`.
+        uid: A row (`run/task/index.attempt`, the run may be left out), or the task of several.
+        order: By reward; None is the newest file first.
+        most: No more than so many.
+        per_token: With the columns that have a value for each token.
+
+    Raises:
+        UserError: no such rows are logged there, or the condition is none.
+    """
+    # Imported here, like pyarrow later: a wrong option is answered at once.
+    from meshrl.trainer.trajectories.where import condition
+
+    tests = [condition(where)] if where is not None else []
+    if uid is not None:
+        tests.append(_named(uid))
+    files = _chosen(directory, step or ("all" if uid else None), held_out)
+    return _found(files, tests, order, most, per_token)
+
+
+def _chosen(directory: Path, step: str | None, held_out: bool) -> list[LoggedFile]:
+    """The files to look into, the newest first. Raises UserError where there is none."""
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such directory; want a run's, such as runs/demo")
+    kind = "evaluation" if held_out else "step"
+    files = logged_files(directory / FOLDER, "eval" if held_out else "train")[::-1]
+    if not files:
+        raise UserError(f"{directory}: no rows of any {kind} are logged there (trainer.log_rows)")
+    if step is None:
+        return files[:1]
+    low, high = _steps(step)
+    chosen = [file for file in files if low <= file.step <= high]
+    if not chosen:
+        raise UserError(
+            f"--step {step}: no rows are logged of it; there are {len(files)} {kind}s"
+            f" from {files[-1].step} to {files[0].step}"
+        )
+    return chosen
+
+
+def _steps(text: str) -> tuple[float, float]:
+    if text == "all":
+        return 0, math.inf
+    first, dash, last = text.partition("-")
+    if not (first.isdecimal() and (last.isdecimal() if dash else not last)):
+        raise UserError(f"--step {text}: want a number, two with a dash (10-20), or all")
+    return int(first), int(last) if dash else int(first)
+
+
+def _named(uid: str) -> Test:
+    """Whether a row is `run/task/index.attempt`, or that without the run, or one of a task."""
+    return lambda row: (
+        uid
+        in (
+            row["uid"],
+            f"{row['task']}/{row['index']}.{row['attempt']}",
+            row["task"],
+        )
+    )
+
+
+def _found(
+    files: Sequence[LoggedFile],
+    tests: Sequence[Test],
+    order: Order | None,
+    most: float,
+    per_token: bool,
+) -> Iterator[Row]:
+    from meshrl.trainer.trajectories.files import read_rows
+
+    matching: Iterator[tuple[LoggedFile, Row]] = (
+        (file, row)
+        for file in files
+        for row in read_rows(file.path)
+        if all(test(row) for test in tests)
+    )
+    if order is not None:
+        scored = ((file, row) for file, row in matching if row["reward"] is not None)
+        sign = 1 if order == "worst" else -1
+        if math.isinf(most):
+            ranked = sorted(scored, key=lambda pair: sign * pair[1]["reward"])
+        else:
+            ranked = heapq.nsmallest(int(most), scored, key=lambda pair: sign * pair[1]["reward"])
+        matching = iter(ranked)
+    if not math.isinf(most):
+        matching = islice(matching, int(most))
+    if not per_token:
+        yield from (row for _, row in matching)
+        return
+    for file, pairs in groupby(matching, key=lambda pair: pair[0]):
+        uids = [row["uid"] for _, row in pairs]
+        full = {row["uid"]: row for row in read_rows(file.path, per_token=True, uids=uids)}
+        yield from (full[uid] for uid in uids if uid in full)

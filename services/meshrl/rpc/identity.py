@@ -5,7 +5,7 @@
                              none: UNAUTHENTICATED, 401                 no role of it: PERMISSION_DENIED, 403
 
 A method that is in no table is refused to everybody. Health is open. What the tables cannot say, because it is in
-the request, servicers ask: `require_stage` (a role works on its own stages only).
+the request, servicers ask: `servicers.require_stage` (a role works on its own stages only).
 """
 
 from __future__ import annotations
@@ -391,12 +391,6 @@ def served_stages() -> Callable[[str], bool]:
     return lambda stage: (
         not roles or not roles.isdisjoint((role_of_stage(stage), MeshRole.OPERATOR))
     )
-
-
-def require_stage(stage: str) -> None:
-    """Raises ForbiddenError unless the caller serves the stage, or is the operator, or nobody is asked."""
-    if roles := CALLER.get().roles:
-        require(f"stage {stage[:80]!r}", {role_of_stage(stage), MeshRole.OPERATOR}, roles)
 
 
 def require(what: str, wanted: AbstractSet[MeshRole], roles: AbstractSet[MeshRole]) -> None:

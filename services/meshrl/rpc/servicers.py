@@ -32,7 +32,8 @@ from meshrl.rpc.clients.operators import (
 )
 from meshrl.rpc.clients.queue import QueueTable
 from meshrl.rpc.clients.services import RewardTable, RolloutTable, TrainerTable
-from meshrl.rpc.identity import caller_of_quota, require_stage, served_stages
+from meshrl.rpc.credentials import MeshRole, role_of_stage
+from meshrl.rpc.identity import CALLER, caller_of_quota, require, served_stages
 from meshrl.rpc.interceptors import ANSWERED, Context, bounded, closing, collected
 from meshrl.rpc.methods import MethodTable
 from meshrl.transferqueue.store import FORMAT, Operation, Table
@@ -113,6 +114,12 @@ class TableServicer:
 
 
 M = TypeVar("M", bound=Message)
+
+
+def require_stage(stage: str) -> None:
+    """Raises ForbiddenError unless the caller serves the stage, or is the operator, or nobody is asked."""
+    if roles := CALLER.get().roles:
+        require(f"stage {stage[:80]!r}", {role_of_stage(stage), MeshRole.OPERATOR}, roles)
 
 
 class QueueServicer(TableServicer, table=QueueTable):

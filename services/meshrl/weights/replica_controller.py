@@ -33,7 +33,6 @@ from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Link, host_id
 from meshrl.weights.fleet import REPLICA_REPORT, ReplicaReport
-from meshrl.weights.lora_merging import Merger
 from meshrl.weights.messages import (
     CoordinatorStream,
     manifest_from_message,
@@ -41,7 +40,7 @@ from meshrl.weights.messages import (
     stamped_version,
     stream_to_coordinator,
 )
-from meshrl.weights.receiving import Arrival
+from meshrl.weights.receiving import Arrival, Merger
 from meshrl.weights.transport import ReceivePlan, Transport
 from meshrl.weights.waiting import first_ends, within
 

@@ -25,12 +25,11 @@ from meshrl.contract.errors import (
     UserError,
 )
 from meshrl.contract.types import Outcome, Sample, Uid
-from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.config import RegistryConfig, RewardConfig
 from meshrl.rewardd.pool.signatures import FunctionKind
 from meshrl.rewardd.registry import types
 from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.checks import checked
-from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.registry.store import SubmissionStore
 from meshrl.rewardd.registry.types import Action, Case, Submission
@@ -464,7 +463,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from meshrl.rewardd.registry.checks import checked
-from meshrl.rewardd.registry.config import RegistryConfig
+from meshrl.rewardd.config import RegistryConfig
 from meshrl.rewardd.registry.types import Action, Event, Name, Submission
 from meshrl.rewardd.registry.store import SubmissionStore
 from meshrl.sandbox.limits import Limits

@@ -15,7 +15,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, ServiceAddress, run_lock
 from meshrl.rpc import credentials
 from meshrl.testing.contract.queue_actors import Actors, tasks
-from meshrl.transferqueue.backup import back_up
+from meshrl.transferqueue.admin import back_up
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import DiskStore
 

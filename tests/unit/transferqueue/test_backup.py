@@ -18,8 +18,7 @@ from meshrl.contract.frames import with_checksum
 from meshrl.contract.types import Audit, Outcome
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue import stores
-from meshrl.transferqueue.admin import QueueAdmin, audit
-from meshrl.transferqueue.backup import PARTIAL, back_up, opened, restore_backup
+from meshrl.transferqueue.admin import PARTIAL, QueueAdmin, audit, back_up, opened, restore_backup
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Store, Table

@@ -20,7 +20,7 @@ import pytest
 
 from meshrl.contract.errors import CorruptError, UserError, WaitTimeoutError
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
-from meshrl.transferqueue.backup import restore_backup
+from meshrl.transferqueue.admin import restore_backup
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import FORMAT, Operation, Table
 from meshrl.transferqueue.stores.disk import COMMITS, STAMP, DiskStore

@@ -14,8 +14,7 @@ import pytest
 
 from meshrl.contract.errors import UserError
 from meshrl.transferqueue import stores
-from meshrl.transferqueue.admin import QueueAdmin
-from meshrl.transferqueue.backup import restore_backup
+from meshrl.transferqueue.admin import QueueAdmin, restore_backup
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 

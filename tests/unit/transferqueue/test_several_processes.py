@@ -16,7 +16,7 @@ import pytest
 
 from meshrl.contract.errors import UserError
 from meshrl.testing.contract.queue_actors import Actors, tasks
-from meshrl.transferqueue.backup import back_up, opened, restore_backup
+from meshrl.transferqueue.admin import back_up, opened, restore_backup
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.several_processes import processes_noted

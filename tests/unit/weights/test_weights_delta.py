@@ -10,18 +10,23 @@ from hypothesis.extra import numpy as hnp
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Uint8
-from meshrl.weights.delta import Head, apply, encode, encode_sparse, head, whole
-from meshrl.weights.delta.codec import (
+from meshrl.weights.delta import (
+    Head,
     PatchKind,
     add_codes,
+    apply,
     codes_of,
     compress,
+    encode,
+    encode_sparse,
     gaps_of,
+    head,
     indices_of,
     join,
     ordered,
     planes,
     unordered,
+    whole,
 )
 
 ALL = np.arange(1 << 16, dtype="<u2")
@@ -133,9 +138,9 @@ def test_gaps_give_the_indices_back(gaps: list[int], split: int) -> None:
 
 
 def test_pieces_join_seamlessly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshrl.weights.delta.codec._PIECE", 64)
-    monkeypatch.setattr("meshrl.weights.delta.codec._GAPS_PIECE", 7)
-    monkeypatch.setattr("meshrl.weights.delta.codec._BITMAP_PIECE", 5)
+    monkeypatch.setattr("meshrl.weights.delta._PIECE", 64)
+    monkeypatch.setattr("meshrl.weights.delta._GAPS_PIECE", 7)
+    monkeypatch.setattr("meshrl.weights.delta._BITMAP_PIECE", 5)
     for count in (1, 31, 32, 33, 500, 2003):
         base = weights(count)
         for density in (0.01, 0.3, 1.0):

@@ -56,7 +56,7 @@ from meshrl.transferqueue.model.batches import read_manifest
 from meshrl.transferqueue.model.columns import Unread, wanted
 from meshrl.transferqueue.model.group import Grant, task_key
 from meshrl.transferqueue.model.groups import packed
-from meshrl.transferqueue.model.leases import CheckedBlock, leasable, signals, waiting
+from meshrl.transferqueue.model.leases import leasable, signals, waiting
 from meshrl.transferqueue.model.records import TakenBatch
 from meshrl.transferqueue.model.rows import Stage
 from meshrl.transferqueue.model.run import Run, restore
@@ -400,7 +400,8 @@ class TransferQueue(HeartbeatQueue):
         spec = state.stages[stage]
         writes = state.check_write(spec, blocks)
         if writes:
-            self._space.check(run, f"stage {stage}", _frame_bytes(writes))
+            nbytes = sum(len(block.frame.value) for _, _, block in writes)
+            self._space.check(run, f"stage {stage}", nbytes)
             state.write(spec, writes)
         await self._commit_log.flush()
 
@@ -411,7 +412,8 @@ class TransferQueue(HeartbeatQueue):
         spec = state.stages[stage]
         appends = state.check_append(spec, blocks)
         if appends:
-            self._space.check(run, f"progress of stage {stage}", _frame_bytes(appends))
+            nbytes = sum(len(block.frame.value) for _, _, block in appends)
+            self._space.check(run, f"progress of stage {stage}", nbytes)
             state.append(spec, appends)
         await self._commit_log.flush()
 
@@ -711,10 +713,6 @@ class TransferQueue(HeartbeatQueue):
         self._runs_signal.notify()
         for run in discarded.values():
             run.notify_all()
-
-
-def _frame_bytes(blocks: Sequence[CheckedBlock]) -> int:
-    return sum([len(block.frame.value) for _, _, block in blocks])
 
 
 def _check_name(what: str, name: str) -> None:

@@ -288,7 +288,11 @@ class PoolJudge:
                 await self._on_exit(slot)
                 return
             self._fill(slot)
-            remaining = self._remaining(slot)
+            remaining = math.inf
+            if slot.in_flight:
+                began = slot.since[next(iter(slot.in_flight))]  # the oldest: insertion order
+                grace = GRACE_S if slot.worker.concurrent else 0.0
+                remaining = began + self._deadline_s + grace - time.monotonic()
             if remaining <= 0:
                 # The event loop itself may have been slow: what has arrived by now counts.
                 await asyncio.sleep(OVERDUE_GRACE_S)
@@ -359,14 +363,6 @@ class PoolJudge:
         if not item.done.done():
             item.done.set_result(self._blamed(score, item.blamed) if item.blamed else score)
         return True
-
-    def _remaining(self, slot: _Slot) -> float:
-        """Seconds until a sample in flight is overdue; negative when one is."""
-        if not slot.in_flight:
-            return math.inf
-        began = slot.since[next(iter(slot.in_flight))]  # the oldest: insertion order
-        grace = GRACE_S if slot.worker.concurrent else 0.0
-        return began + self._deadline_s + grace - time.monotonic()
 
     async def _overdue(self, slot: _Slot) -> None:
         """Kill the process; the sample that it ran times out, or each of several suspects is scored alone."""

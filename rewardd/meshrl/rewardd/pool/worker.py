@@ -24,7 +24,7 @@ from meshrl.contract.errors import ConfigError, CorruptError, InfraError
 from meshrl.contract.types import Json
 from meshrl.rewardd.pool.messages import HEADER, encode_frame, printable
 from meshrl.rewardd.pool.rule import RewardRule
-from meshrl.sandbox.sandbox import Isolation, Launch, Sandbox
+from meshrl.sandbox.sandbox import Isolation, Launch, Sandbox, StrictSandbox
 
 log = logging.getLogger(__name__)
 output_log = logging.getLogger("meshrl.rewardd.output")
@@ -318,8 +318,9 @@ class ScoringWorker:
 
     @property
     def orphans(self) -> int:
-        """Number of processes that a function started and that still run."""
-        assert self._process is not None
+        """Number of processes that a function started and that still run; 0 outside of a strict sandbox."""
+        if self._process is None or not isinstance(self._sandbox, StrictSandbox):
+            return 0
         return self._sandbox.orphans(self._process.pid)
 
     def _send(self, message: Json) -> None:

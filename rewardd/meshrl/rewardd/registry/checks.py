@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 
 from meshrl.contract.errors import ConfigError, UserError
+from meshrl.rewardd.config import RegistryConfig
 from meshrl.rewardd.pool.rule import find_function
 from meshrl.rewardd.pool.signatures import ARGUMENTS, FunctionKind
-from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.registry.types import Case, Submission, checked_name
 from meshrl.sandbox.limits import Limits
 

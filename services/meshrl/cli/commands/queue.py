@@ -31,7 +31,7 @@ from meshrl.launcher.observer import fleet_waits
 from meshrl.launcher.text_console import text_console
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.queue_connection import build_store
-from meshrl.transferqueue.backup import Copied, back_up, opened, restore_backup
+from meshrl.transferqueue.admin import Copied, back_up, opened, restore_backup
 
 WATCH_EVERY_S: Final = 1.0
 SHOWN_UIDS = 4

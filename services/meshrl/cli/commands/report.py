@@ -16,8 +16,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from meshrl.api.history import HELD_OUT, STEP, RunHistory
-from meshrl.api.rows import Row, find_rows
+from meshrl.api import HELD_OUT, STEP, Row, RunHistory, find_rows
 from meshrl.cli.charts import Chart, ChartLine, braille, save, svg
 from meshrl.cli.commands.queue import ledger_rows
 from meshrl.cli.find_mesh import mesh_of

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from meshrl.api.rows import Row, find_rows
+from meshrl.api import Row, find_rows
 from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import RUN, Finite, json_option
 from meshrl.common.plain_text import counted, harmless, one_line, say, say_json

@@ -14,7 +14,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from meshrl.api.history import HELD_OUT, STEP, RunHistory
+from meshrl.api import HELD_OUT, STEP, RunHistory
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.operator import ask_runs
 from meshrl.cli.options import PATH, RUN, json_option, queue_options

@@ -12,7 +12,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from meshrl.api.history import HELD_OUT, STEP, RunHistory
+from meshrl.api import HELD_OUT, STEP, RunHistory
 from meshrl.cli.find_mesh import RETRY_S, Mesh, find_mesh, say_which
 from meshrl.cli.options import json_option, mesh_options
 from meshrl.common.plain_text import say_json

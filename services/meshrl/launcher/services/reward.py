@@ -20,8 +20,8 @@ from meshrl.launcher.stage_service import (
     until_run_differs,
     work_until_stopped,
 )
+from meshrl.rewardd.config import RegistryConfig
 from meshrl.rewardd.registry.building import open_registry
-from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.reward_stage import RewardStage, token_ends
 from meshrl.rpc.audit_log import AuditedChanges, RewardAuditLog
 from meshrl.rpc.http_server import serving_http

@@ -241,7 +241,7 @@ class Connection:
     ) -> Result:
         """Send one message, receive one. Set `repeatable` if calling twice has the effect of calling once."""
         self.check_size(request)
-        timeout, metadata = self._deadline_s(wait_s), self._with_trace()
+        timeout, metadata = self._deadline_s(wait_s), (*self.metadata, *tracing.metadata())
         attempt = partial(method, request, timeout=timeout, metadata=metadata)
         return self.decode(await self._retrying(attempt, wait_s, repeatable), decode)
 
@@ -255,7 +255,7 @@ class Connection:
     ) -> Result:
         """Send one message, receive a stream. The deadline is per message. A broken stream is requested again."""
         self.check_size(request)
-        begin = partial(method, request, metadata=self._with_trace())
+        begin = partial(method, request, metadata=(*self.metadata, *tracing.metadata()))
         attempt = partial(_collect, begin, self._deadline_s(wait_s))
         return self.decode(await self._retrying(attempt, wait_s), decode)
 
@@ -269,7 +269,10 @@ class Connection:
     ) -> Result:
         """Send a stream, receive one message. A broken stream is sent again from its start."""
         sending_s = sum(map(self.check_size, requests)) / SLOWEST_BYTES_PER_S
-        timeout, metadata = self._deadline_s(wait_s) + sending_s, self._with_trace()
+        timeout, metadata = (
+            self._deadline_s(wait_s) + sending_s,
+            (*self.metadata, *tracing.metadata()),
+        )
         answer = await self._retrying(
             lambda: method(iter(requests), timeout=timeout, metadata=metadata), wait_s
         )
@@ -322,9 +325,6 @@ class Connection:
                     self._patience.check(error)
                 budget = budget or RetryBudget(self.retry_s)
                 await budget.pause(error)
-
-    def _with_trace(self) -> tuple[tuple[str, str], ...]:
-        return (*self.metadata, *tracing.metadata())
 
     def _deadline_s(self, wait_s: float | None) -> float:
         return self.answer_s if wait_s is None else wait_s + MARGIN_S

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.weights.delta.codec import encode_sparse
+from meshrl.weights.delta import encode_sparse
 from meshrl.weights.messages import digest
 from meshrl.weights.waiting import WorkerThread
 

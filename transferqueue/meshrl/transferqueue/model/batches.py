@@ -135,7 +135,13 @@ class TrainerVerbs(WorkerVerbs):
                 f"run {self.name}: step {step} is committed, so batch {batch_id} was trained and has left",
                 committed_step=self.record.committed_step,
             )
-        groups = self.fresh_enough(step, count)
+        while True:
+            groups = [self.groups[number] for number in self.complete.first(count)]
+            stale = [group for group in groups if self.too_old(group, step)]
+            if not stale:
+                break
+            for group in stale:
+                self.retire(group)
         if part := suspects(groups, count):
             return self._take_groups(part, step, epoch, batch_id)
         if len(groups) < count:
@@ -183,16 +189,6 @@ class TrainerVerbs(WorkerVerbs):
         group.batch = batch
         batch.groups.append(group.number)
         self.in_batches += 1
-
-    def fresh_enough(self, step: int, count: int) -> list[Group]:
-        """At most the next `count` complete groups in order; groups that are too old leave first."""
-        while True:
-            groups = [self.groups[number] for number in self.complete.first(count)]
-            stale = [group for group in groups if self.too_old(group, step)]
-            if not stale:
-                return groups
-            for group in stale:
-                self.retire(group)
 
     def too_old(self, group: Group, step: int) -> bool:
         """True when a row of the group was sampled more than `max_staleness` steps before `step`."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshrl.contract.errors import CorruptError, NotFoundError, UserError
-from meshrl.contract.frames import Column, Frame
+from meshrl.contract.frames import Column
 from meshrl.contract.row_values import value_fault
 from meshrl.contract.types import (
     CONVERSATION,
@@ -78,14 +78,20 @@ def check(run: ResidentRows, write: RowBlock, stage: Stage, group: Group | None)
     """
     frame = write.frame
     try:
-        _check_names(frame, stage)
+        if tuple(frame.columns) != stage.writes:
+            known = (*stage.writes, *NOTES.get(stage.name, ()))
+            unknown = [name for name in frame.columns if name not in known]
+            missing = [name for name in stage.writes if name not in frame.columns]
+            if unknown or missing:
+                wrong = f"{unknown[0]} is not" if unknown else f"{missing[0]} is missing"
+                raise _Refused(f"column {wrong} in what stage {stage.name} writes: {stage.writes}")
         if stage.first:
             lengths = _lengths_by_facts(write, stage)
         elif write.facts:
             raise _Refused(f"facts come with the first stage, not with {stage.name}")
         else:
-            known = [group.facts[index] if group else None for index in write.indices]
-            lengths = tuple([facts.num_tokens if facts else 0 for facts in known])
+            every = [group.facts[index] if group else None for index in write.indices]
+            lengths = tuple([facts.num_tokens if facts else 0 for facts in every])
         for name, column in frame.columns.items():
             _check_column(name, column, lengths, run.spec.vocabulary)
     except _Refused as refused:
@@ -105,17 +111,6 @@ def _named(refused: _Refused, run: ResidentRows, rows: RowBlock) -> UserError:
     at = refused.position
     uid = Uid(run.name, rows.task, rows.indices[at], rows.attempts[at])
     return UserError(f"row {uid}: {refused}", uid=uid)
-
-
-def _check_names(frame: Frame, stage: Stage) -> None:
-    if tuple(frame.columns) == stage.writes:
-        return
-    known = (*stage.writes, *NOTES.get(stage.name, ()))
-    unknown = [name for name in frame.columns if name not in known]
-    missing = [name for name in stage.writes if name not in frame.columns]
-    if unknown or missing:
-        problem = f"column {unknown[0]} is not" if unknown else f"column {missing[0]} is missing"
-        raise _Refused(f"{problem} in what stage {stage.name} writes: {stage.writes}")
 
 
 def _lengths_by_facts(write: RowBlock, stage: Stage) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ class FeederVerbs(ResidentRows):
     def free_groups(self) -> int:
         """Groups that may come in now."""
         spec = self.spec
-        limit = spec.admission_groups
+        limit = self.admission_groups
         if self.open_bytes >= spec.resident_bytes or 0 < spec.resident_tokens <= self.open_tokens:
             # The budget never holds up the batch that is being filled: the run would wait for itself.
             limit = min(limit, spec.batch_groups)
@@ -105,7 +105,7 @@ class FeederVerbs(ResidentRows):
         """What admission waits for, with the numbers."""
         spec = self.spec
         return (
-            f"room: {self.unconsumed} of {spec.admission_groups:g} groups are admitted and not consumed"
+            f"room: {self.unconsumed} of {self.admission_groups:g} groups are admitted and not consumed"
             f" (published {self.record.published}), {self.open_bytes} of {spec.resident_bytes} bytes"
             + (
                 f", {self.open_tokens} of {spec.resident_tokens} tokens"

@@ -161,6 +161,7 @@ class ResidentRows:
     ) -> None:
         self.spec = spec
         """Its vocabulary may be filled in later; nothing else changes."""
+        self.admission_groups: Final = spec.admission_groups
         self.name: Final = spec.run
         self.number: Final = number
         self.stages: Final = Stages(spec.stages)
