@@ -18,12 +18,15 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar
+
+from typing_extensions import override
 
 import meshrl
 from meshrl.common.python_process import PYTHON
@@ -79,37 +82,38 @@ class Launch:
         return replace(self, argv=made.entered(self.argv), leave=lambda: own.remove(made))
 
 
-class Sandbox(Protocol):
+@dataclass(kw_only=True)
+class Sandbox(ABC):
     """A way to start scoring processes."""
 
-    level: Isolation
+    level: ClassVar[Isolation]
     limits: Limits
-    prepare: Callable[[], None] | None
+    search: tuple[Path, ...] = ()
+    """Folders to import from, besides this interpreter's own."""
+    readable: tuple[Path, ...] = ()
+    """Directories that it sees besides Python's and `search`, read-only, under their own paths."""
+    prepare: Callable[[], None] | None = None
     """Called once, in a thread, before the first process starts: installs the folders of `search`."""
 
+    @abstractmethod
     def launch(self, module: str, *, shares: int = SHARES) -> Launch:
         """The command for one more process: this interpreter with `module`, whose argument is its parent's pid.
 
         The pid is 0 where the sandbox ends the process with this one. In a cgroup all its processes together may use
         `shares` times `memory_bytes`.
         """
-        ...
 
     def process(self, pid: int) -> int | None:
         """The pid, in our namespace, of the scoring process that `pid` is or has started; None when it ended."""
-        ...
+        return pid
 
 
-@dataclass(slots=True, kw_only=True)
-class OpenSandbox:
+class OpenSandbox(Sandbox):
     """No isolation: the process sees what the service sees."""
 
-    limits: Limits
-    search: tuple[Path, ...] = ()
-    """Folders to import from, besides this interpreter's own."""
-    prepare: Callable[[], None] | None = None
-    level: Isolation = Isolation.OFF
+    level = Isolation.OFF
 
+    @override
     def launch(self, module: str, *, shares: int = SHARES) -> Launch:
         """This interpreter, this environment."""
         return Launch(
@@ -118,21 +122,13 @@ class OpenSandbox:
             confinement=_confinement(Isolation.OFF, None, self.search),
         )
 
-    def process(self, pid: int) -> int | None:
-        """The process itself."""
-        return pid
 
-
-@dataclass(slots=True, kw_only=True)
-class WeakSandbox:
+class WeakSandbox(Sandbox):
     """The restrictions that a process can put on itself without bubblewrap."""
 
-    limits: Limits
-    search: tuple[Path, ...] = ()
-    readable: tuple[Path, ...] = ()
-    prepare: Callable[[], None] | None = None
-    level: Isolation = Isolation.WEAK
+    level = Isolation.WEAK
 
+    @override
     def launch(self, module: str, *, shares: int = SHARES) -> Launch:
         """This interpreter, an empty environment, a folder of its own."""
         folder = Path(tempfile.mkdtemp(prefix="meshrl-sandbox-"))
@@ -151,29 +147,15 @@ class WeakSandbox:
             folder=folder,
         ).in_cgroup(self.limits, shares)
 
-    def process(self, pid: int) -> int | None:
-        """The process itself."""
-        return pid
 
-
-@dataclass(slots=True, kw_only=True)
-class StrictSandbox:
+class StrictSandbox(Sandbox):
     """Bubblewrap around the process (https://github.com/containers/bubblewrap)."""
 
-    limits: Limits
-    search: tuple[Path, ...] = ()
-    readable: tuple[Path, ...] = ()
-    """Directories that it sees besides Python's and `search`, read-only, under their own paths."""
-    prepare: Callable[[], None] | None = None
-    level: Isolation = Isolation.STRICT
-    _arguments: list[str] = field(default_factory=list)
+    level = Isolation.STRICT
 
+    @override
     def launch(self, module: str, *, shares: int = SHARES) -> Launch:
         """Bubblewrap, which runs this interpreter."""
-        if not self._arguments:
-            self._arguments = bubblewrap(
-                self.limits.tmp_bytes, (*self.readable, *self.search), confined=True
-            )
         return Launch(
             argv=[*self._arguments, *AS_MODULE, module, "0"],
             env=_environment("/tmp"),
@@ -184,6 +166,11 @@ class StrictSandbox:
             ),
         ).in_cgroup(self.limits, shares)
 
+    @cached_property
+    def _arguments(self) -> list[str]:
+        return bubblewrap(self.limits.tmp_bytes, (*self.readable, *self.search), confined=True)
+
+    @override
     def process(self, pid: int) -> int | None:
         """Bubblewrap's child is process 1 of the sandbox, and the first child of process 1 scores."""
         init = _first_child(pid)
@@ -217,8 +204,7 @@ def open_sandbox(
     Raises:
         ConfigError: this machine cannot give the level; says why, and what to do.
     """
-    if level is Isolation.OFF:
-        return OpenSandbox(limits=limits, search=tuple(search), prepare=prepare)
+    kind: type[Sandbox] = OpenSandbox
     if level is Isolation.WEAK:
         if os.geteuid() == 0 and (
             closed := _closed_to_others((*python_paths(), *readable, *search))
@@ -227,22 +213,21 @@ def open_sandbox(
                 "reward sandbox 'weak' would run functions as root: the user nobody cannot read "
                 f"{closed}; run the service as an ordinary user, or chmod o+rX {closed}"
             )
-        return WeakSandbox(
-            limits=limits, search=tuple(search), readable=tuple(readable), prepare=prepare
-        )
-    if (why := no_bubblewrap()) is not None:
-        raise ConfigError(
-            f"reward sandbox 'strict' is not available here: {why} "
-            "(install the package bubblewrap, or allow less: reward.sandbox: weak)"
-        )
-    hidden = [path for path in readable if not _open_to_others(path)]
-    if os.geteuid() == 0 and hidden:
-        raise ConfigError(
-            f"functions of a service that runs as root run as nobody, who cannot read {hidden[0]}: chmod -R o+rX it"
-        )
-    return StrictSandbox(
-        limits=limits, search=tuple(search), readable=tuple(readable), prepare=prepare
-    )
+        kind = WeakSandbox
+    if level is Isolation.STRICT:
+        if (why := no_bubblewrap()) is not None:
+            raise ConfigError(
+                f"reward sandbox 'strict' is not available here: {why} "
+                "(install the package bubblewrap, or allow less: reward.sandbox: weak)"
+            )
+        hidden = [path for path in readable if not _open_to_others(path)]
+        if os.geteuid() == 0 and hidden:
+            raise ConfigError(
+                f"functions of a service that runs as root run as nobody, who cannot read {hidden[0]}:"
+                " chmod -R o+rX it"
+            )
+        kind = StrictSandbox
+    return kind(limits=limits, search=tuple(search), readable=tuple(readable), prepare=prepare)
 
 
 @lru_cache(maxsize=1)
