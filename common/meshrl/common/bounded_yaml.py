@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import yaml
 
-MOST_VALUES: Final = 200_000
+MOST_VALUES: Final = 20_000
 """Keys and values of one document, each alias counted as what it repeats. A recipe has some hundred."""
 TEXT_OF_A_VALUE: Final = 64
 """Characters of a text that count as one more value."""
@@ -16,6 +16,14 @@ MOST_DEPTH: Final = 100
 
 class BoundedLoader(yaml.SafeLoader):
     """Refuses a document whose aliases repeat too much, or contain themselves, with a `yaml.YAMLError`."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """The next node of the document; there are not so many that to read them takes long."""
+        self._composed = getattr(self, "_composed", 0) + 1
+        if self._composed > MOST_VALUES:
+            raise self._refused(parent, f"more than {MOST_VALUES:,} keys and values")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
 
     def get_single_node(self) -> yaml.Node | None:
         """The document's root, or None of an empty document."""

@@ -127,6 +127,10 @@ def locate(model: type[Config], loc: Loc) -> tuple[Loc, type[Config], FieldInfo 
     return loc, owner, field
 
 
+LONGEST_MEANT: Final = 200
+"""Characters of a key that may be one of ours, spelt wrongly."""
+
+
 def nearest(model: type[Config], loc: Loc) -> str | None:
     """The key that is most likely meant by `loc`.
 
@@ -144,9 +148,10 @@ def nearest(model: type[Config], loc: Loc) -> str | None:
     def likeness(path: tuple[str, ...]) -> float:
         return difflib.SequenceMatcher(None, ".".join(path), dotted).ratio()
 
-    best = max(keys, key=lambda path: (shared(path), likeness(path)))
-    if shared(best):
-        return ".".join(best)
+    if len(dotted) > LONGEST_MEANT:
+        return None
+    if longest := max(map(shared, keys)):
+        return ".".join(max((path for path in keys if shared(path) == longest), key=likeness))
     owner = locate(model, loc)[1]
     siblings = difflib.get_close_matches(words[-1], list(owner.model_fields), n=1)
     if siblings:

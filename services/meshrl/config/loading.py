@@ -72,6 +72,9 @@ for _tag, _pattern, _first in (
         )
 
 
+MOST_OVERRIDES = 2000
+
+
 def load_recipe(
     path: Path,
     overrides: Sequence[str] = (),
@@ -140,6 +143,10 @@ class Written:
         """A YAML file with overrides applied. Raises ConfigError, one line per problem."""
         tree, origins = read_yaml(path)
         found: list[str] = []
+        if len(overrides) > MOST_OVERRIDES:
+            raise ConfigError(
+                f"{len(overrides)} overrides, of {MOST_OVERRIDES} at most: write them into {path}"
+            )
         for text in overrides:
             try:
                 _override(tree, origins, text)

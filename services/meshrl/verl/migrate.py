@@ -30,6 +30,16 @@ from meshrl.verl.table import rules
 
 _INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 BY_PROGRAM = frozenset({"algorithm.adv_estimator", "actor.policy_loss.loss_mode"})
+MOST_KEYS = 2000
+"""Keys of one configuration; verl has some seven hundred."""
+LONGEST_KEY = 500
+"""Characters."""
+MOST_SUGGESTIONS = 100
+"""Unknown keys for which a known one is looked for that is spelt nearly so."""
+MOST_REFERENCES = 200
+"""That are followed for the value of one key."""
+LONGEST_TEXT = 100_000
+"""Characters of a value with its references filled in."""
 _COMPOSING = ("defaults", "hydra")
 """Sections of a YAML that say how Hydra puts it together."""
 
@@ -137,6 +147,7 @@ class _Making:
         self.tree: dict[str, Any] = {}
         self.comments: dict[Loc, str] = {}
         self.origins: dict[Loc, str] = {}
+        self._unknown = 0
         self._keys: dict[str, Key] = {key.dotted: key for key in walk(kind)}
         self._brought: set[tuple[str, ...]] = set()
         """Keys that the algorithm's name brings: no default of verl's is written over them."""
@@ -152,9 +163,11 @@ class _Making:
         """Apply the rule of a key that was given."""
         found = _rule_of(table, key)
         if found is None or _misspelt(table, found, key):
-            return Finding(
-                key=key, value=value, status=KeyStatus.REFUSED, note=_unknown(table, key)
-            )
+            self._unknown += 1
+            note = "no key of verl that is known here"
+            if self._unknown <= MOST_SUGGESTIONS:
+                note += _meant(table, key)
+            return Finding(key=key, value=value, status=KeyStatus.REFUSED, note=note)
         try:
             answer = found.convert(value, given)
         except (TypeError, ValueError) as error:
@@ -301,10 +314,9 @@ def _named(pattern: str, key: str, arguments: Sequence[str]) -> Sequence[str]:
     return (f"--{flag}", text.lower() if text in ("True", "False") else text)
 
 
-def _unknown(table: Sequence[KeyRule], key: str) -> str:
+def _meant(table: Sequence[KeyRule], key: str) -> str:
     near = difflib.get_close_matches(key, [found.key for found in table], n=1, cutoff=0.6)
-    said = "no key of verl that is known here"
-    return f"{said}; did you mean {near[0]!r}?" if near else said
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _given(
@@ -324,15 +336,28 @@ def _given(
                 continue
             values[key] = value
             origins[key] = lines.get(tuple(key.split(".")), str(path))
+    words = list(_without_options(overrides, findings))
+    _check_count(len(values) + len(words))
     wrong: list[str] = []
-    for text in _without_options(overrides, findings):
+    for text in words:
         try:
             _apply(parse(text), values, origins, findings)
         except ConfigError as error:
             wrong.append(str(error))
     if wrong:
         raise ConfigError("\n".join(wrong))
+    _check_count(len(values))
+    for key in values:
+        if len(key) > LONGEST_KEY:
+            raise ConfigError(
+                f"a key of {len(key)} characters, of {LONGEST_KEY} at most: {key[:40]}..."
+            )
     return _resolved(values, environment), origins, findings
+
+
+def _check_count(keys: int) -> None:
+    if keys > MOST_KEYS:
+        raise ConfigError(f"{keys} keys are given, and {MOST_KEYS} may be: this is no file of verl")
 
 
 def _composition(section: str) -> Finding:
@@ -399,7 +424,7 @@ def _resolved(values: dict[str, Any], environment: Mapping[str, str]) -> dict[st
     known = values | {f"oc.env:{name}": value for name, value in environment.items()}
     done: dict[str, Any] = {}
     for key, value in values.items():
-        found = _resolve(value, key, known, 0)
+        found = _resolve(value, key, known, iter(range(MOST_REFERENCES)))
         if found is not _LOST:
             done[key] = found
     return done
@@ -409,14 +434,17 @@ _LOST: Any = object()
 """Refers to something that was not given."""
 
 
-def _resolve(value: Any, key: str, values: Mapping[str, Any], depth: int) -> Any:
+def _resolve(value: Any, key: str, values: Mapping[str, Any], steps: Iterator[int]) -> Any:
+    """`value` with its references filled in; `steps` says how many more may be followed."""
     if isinstance(value, list):
-        items = [_resolve(item, key, values, depth) for item in value]
+        items = [_resolve(item, key, values, steps) for item in value]
         return _LOST if _LOST in items else items
     while isinstance(value, str) and (found := _INTERPOLATION.search(value)):
-        if depth > 20:
-            raise ConfigError(f"{key}: {value!r} refers to itself")
-        inner = _resolve(_referred(found[1], key, values), key, values, depth + 1)
+        if next(steps, None) is None or len(value) > LONGEST_TEXT:
+            raise ConfigError(
+                f"{key}: {value:.100} refers to itself, or to more than {MOST_REFERENCES} values"
+            )
+        inner = _resolve(_referred(found[1], key, values), key, values, steps)
         if inner is _LOST:
             return _LOST
         if found[0] == value:
@@ -424,7 +452,6 @@ def _resolve(value: Any, key: str, values: Mapping[str, Any], depth: int) -> Any
         value = (
             value[: found.start()] + ("" if inner is None else str(inner)) + value[found.end() :]
         )
-        depth += 1
     return value
 
 

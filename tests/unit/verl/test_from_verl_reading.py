@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from meshrl.contract.errors import ConfigError
 from meshrl.verl import parse
+from meshrl.verl.migrate import migrate
 
 from .verl_commands import command_words
 
@@ -200,3 +202,40 @@ def test_a_launcher_before_the_command_is_passed_over() -> None:
 def test_what_would_have_to_be_run_is_an_error_with_its_line(script: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         words(script)
+
+
+def test_what_is_no_configuration_of_verl_is_refused_before_keys_are_compared() -> None:
+    with pytest.raises(ConfigError, match=r"^2001 keys are given, and 2000 may be"):
+        migrate([f"strange{n}=1" for n in range(2001)])
+    with pytest.raises(ConfigError, match=r"^a key of 501 characters, of 500 at most: a"):
+        migrate([f"{'a' * 501}=1"])
+
+
+def test_a_likely_key_is_looked_for_a_hundred_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_for: list[str] = []
+
+    def close(word: str, *_: object, **__: object) -> list[str]:
+        looked_for.append(word)
+        return []
+
+    monkeypatch.setattr(difflib, "get_close_matches", close)
+    assert len(migrate([f"strange{n}=1" for n in range(300)]).findings) == 300
+    assert len([word for word in looked_for if word.startswith("strange")]) == 100
+
+
+LAUGHS = [f"a{n}=${{a{n + 1}}}${{a{n + 1}}}" for n in range(30)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [*LAUGHS, "a30=ha"],
+        [*LAUGHS, "a30=''"],
+        ["a=${b}", "b=${a}"],
+        ["a=" + "x" * 200_000 + "${b}", "b=1"],
+    ],
+    ids=["laughs", "silent", "each other", "long"],
+)
+def test_references_are_followed_so_often_and_make_no_long_text(given: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"refers to itself, or to more than 200 values$"):
+        migrate(given)

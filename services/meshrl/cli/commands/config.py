@@ -202,7 +202,7 @@ def explain(key: str | None, as_json: bool) -> None:
     if key is not None and key not in keys:
         near = _misspelt(keys, key) or nearest(Recipe, tuple(key.split(".")))
         raise ConfigError(
-            f"no such key {key!r}"
+            f"no such key {key[:80]!r}"
             + (f"; did you mean {near!r}?" if near else f"; known: {_sections()}")
         )
     if as_json:
