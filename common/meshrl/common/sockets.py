@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import ipaddress
 import os
+import re
 import socket
 import struct
 from collections.abc import Iterable, MutableMapping
@@ -16,6 +17,12 @@ from meshrl.contract.errors import UserError
 DIRECT = {"http://": None, "https://": None, "all://": None}
 """The `mounts` of an httpx client that uses none of the environment's proxies, but its certificates."""
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+TRUSTED_VARIABLE = "MESHRL_ALLOW_INSECURE_BIND"
+"""Set in a network that is trusted: its machines may be listened to, and called, without encryption."""
+PLAIN = {"http": "https", "redis": "rediss"}
+"""What encrypts, by what does not."""
+SECRET = re.compile("auth|cookie|key|password|secret|token", re.IGNORECASE)
+"""The name of a header that identifies who sends it."""
 SIOCGIFADDR = 0x8915
 """Asks Linux for the address of an interface."""
 
@@ -96,9 +103,39 @@ def tells_others(url: str) -> bool:
     """True if what is sent to `url` travels unencrypted beyond this machine; False for what is no address."""
     try:
         parts = urlsplit(url)
-        return parts.scheme == "http" and not is_loopback(parts.hostname or "localhost")
+        return parts.scheme in PLAIN and not is_loopback(parts.hostname or "localhost")
     except ValueError:
         return False
+
+
+def has_secret(url: str, headers: Iterable[str] = ()) -> bool:
+    """True if `url` has a user or a password in it, or the name of one of `headers` is that of a secret."""
+    return "@" in url.partition("://")[2].partition("/")[0] or any(map(SECRET.search, headers))
+
+
+def keep_secret(url: str, what: str) -> None:
+    """Raises UserError where `what` would travel to `url` unencrypted, unless the network is trusted."""
+    if tells_others(url) and not trusts_network():
+        shown = urlsplit(url)
+        raise UserError(
+            f"{what} would travel to {shown.scheme}://{shown.netloc.rpartition('@')[2]} unencrypted: use"
+            f" {PLAIN[shown.scheme]}://, or {TRUSTED_VARIABLE}=1 in a network that you trust"
+        )
+
+
+_trusted = False
+
+
+def trust_network() -> None:
+    """Say what MESHRL_ALLOW_INSECURE_BIND says, for this process."""
+    global _trusted
+    _trusted = True
+
+
+def trusts_network() -> bool:
+    """Whether it was said that other machines may be called, and listened to, without encryption."""
+    told = os.environ.get(TRUSTED_VARIABLE, "").lower()
+    return _trusted or told in ("1", "true", "t", "yes", "y", "on")
 
 
 def disconnect(peers: Iterable[str]) -> None:

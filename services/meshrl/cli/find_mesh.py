@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from meshrl.common.files import check_owner
 from meshrl.common.plain_text import say
-from meshrl.common.sockets import check_address
+from meshrl.common.sockets import check_address, trust_network
 from meshrl.config.loading import load_run
 from meshrl.config.recipe import EVAL_SUFFIX, METRICS_NAME, Recipe
 from meshrl.contract.errors import MeshError, NotFoundError, UnavailableError, UserError
@@ -137,7 +137,7 @@ def _enter(directory: Path, address_book: AddressBook, role: MeshRole = MeshRole
         )
     tls.use(load_run(address_book.recipe).tls.certificates)
     if address_book.trusted_network:
-        credentials.trust_network()
+        trust_network()
     credentials.use_run_directory(directory, role)
 
 

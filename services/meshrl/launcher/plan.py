@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+from meshrl.common.sockets import trusts_network
 from meshrl.config.placement import Placement
 from meshrl.config.recipe import Recipe
 from meshrl.config.stages import MeshService, mesh_services, service_kind
@@ -74,7 +75,7 @@ class LaunchPlan:
             run=recipe.run.name,
             recipe=kept_recipe or recipe_path,
             services={},
-            trusted_network=credentials.trusts_network(),
+            trusted_network=trusts_network(),
         )
         self._rendezvous = self._free() if recipe.trainer.nnodes > 1 else 0
         for name in self._services:

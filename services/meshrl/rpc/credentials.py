@@ -34,8 +34,6 @@ TOKEN_VARIABLE: Final = "MESHRL_TOKEN"
 FILE_VARIABLE: Final = "MESHRL_CREDENTIAL_FILE"
 """The file of a credential. Wins over MESHRL_TOKEN."""
 VERIFIERS_VARIABLE: Final = "MESHRL_VERIFIERS_FILE"
-TRUSTED_VARIABLE: Final = "MESHRL_ALLOW_INSECURE_BIND"
-"""Set in a network that is trusted: its machines may be listened to, and called, without encryption."""
 PRIVATE: Final = (TOKEN_VARIABLE, FILE_VARIABLE, VERIFIERS_VARIABLE)
 """Variables that no process which a service starts may inherit."""
 FOLDER: Final = "credentials"
@@ -165,7 +163,6 @@ class Credential:
         return {TOKEN_VARIABLE: self.metadata()[0][1].removeprefix("Bearer ")}
 
 
-_trusted = False
 _in_use: Credential | None = None
 _verifiers_in_use: Path | None = None
 
@@ -184,18 +181,6 @@ def in_use() -> Credential | None:
 def verifiers_in_use() -> Path | None:
     """The verifiers of this process's servers; None: they ask nobody."""
     return _verifiers_in_use
-
-
-def trust_network() -> None:
-    """Say what MESHRL_ALLOW_INSECURE_BIND says, for this process."""
-    global _trusted
-    _trusted = True
-
-
-def trusts_network() -> bool:
-    """Whether it was said that other machines may be called, and listened to, without encryption."""
-    told = os.environ.get(TRUSTED_VARIABLE, "").lower()
-    return _trusted or told in ("1", "true", "t", "yes", "y", "on")
 
 
 def from_environment() -> Credential | None:

@@ -20,7 +20,7 @@ import grpc
 
 from meshrl.common.certificates import Certificates
 from meshrl.common.files import check_private_file
-from meshrl.common.sockets import stays_here
+from meshrl.common.sockets import TRUSTED_VARIABLE, stays_here, trusts_network
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.rpc import credentials
 from meshrl.rpc.credentials import RELOAD_S, Credential, Metadata, Reloaded
@@ -95,10 +95,10 @@ def _open_as(
     if tls.on:
         open_with = partial(library.secure_channel, address, options=options)
         return _Channel(open_with, reloaded(tls, lambda _: _channel_credentials(tls)), source)
-    if source is not None and not stays_here(address) and not credentials.trusts_network():
+    if source is not None and not stays_here(address) and not trusts_network():
         raise UserError(
             f"a credential would travel to {address} unencrypted: set tls in the recipe (or {CA_VARIABLE} for a"
-            f" command), or {credentials.TRUSTED_VARIABLE}=1 in a network that you trust",
+            f" command), or {TRUSTED_VARIABLE}=1 in a network that you trust",
             address=address,
         )
     opened = library.insecure_channel(address, options=options)

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshrl.cli.root import main
 from meshrl.client import Queue
+from meshrl.common import sockets
 from meshrl.common.sockets import stays_here
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import AddressBook, ServiceAddress
@@ -41,7 +42,7 @@ ELSEWHERE = (
 
 @pytest.fixture(autouse=True)
 def operator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (credentials.TRUSTED_VARIABLE, tls.CA_VARIABLE, *credentials.PRIVATE):
+    for name in (sockets.TRUSTED_VARIABLE, tls.CA_VARIABLE, *credentials.PRIVATE):
         monkeypatch.delenv(name, raising=False)
     credentials.use(Credential("secret"))
     yield
@@ -58,10 +59,10 @@ async def test_a_credential_goes_to_no_other_machine_unencrypted(
             open_channel(address)
     with pytest.raises(UserError, match="unencrypted"):
         QueueClient(address, credential=Credential("another"))
-    monkeypatch.setenv(credentials.TRUSTED_VARIABLE, "0")
+    monkeypatch.setenv(sockets.TRUSTED_VARIABLE, "0")
     with pytest.raises(UserError, match="unencrypted"):
         tls.channel(address)
-    monkeypatch.setenv(credentials.TRUSTED_VARIABLE, "1")
+    monkeypatch.setenv(sockets.TRUSTED_VARIABLE, "1")
     await tls.channel(address).close(None)
 
 
@@ -144,7 +145,7 @@ async def test_a_proxy_of_the_environment_gets_no_unencrypted_call(
         for name in ("grpc_proxy", "http_proxy"):
             monkeypatch.setenv(name, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         monkeypatch.setenv("no_proxy", "")
-        monkeypatch.setenv(credentials.TRUSTED_VARIABLE, "1")
+        monkeypatch.setenv(sockets.TRUSTED_VARIABLE, "1")
         settings = ServerSettings(metrics_port=None, drain_grace_s=0)
         async with GrpcServer(settings, []) as there, tls.channel(there.address) as channel:
             await health_pb2_grpc.HealthStub(channel).Check(
@@ -161,7 +162,7 @@ def test_commands_of_a_run_are_told_what_up_was_told(
     assert AddressBook.load(tmp_path / "mesh.json").trusted_network
     (tmp_path / "mesh.json").write_text('{"run": "a", "recipe": "recipe.yaml", "services": {}}')
     assert not AddressBook.load(tmp_path / "mesh.json").trusted_network
-    monkeypatch.setattr(credentials, "_trusted", False)
-    assert not credentials.trusts_network()
-    credentials.trust_network()
-    assert credentials.trusts_network()
+    monkeypatch.setattr(sockets, "_trusted", False)
+    assert not sockets.trusts_network()
+    sockets.trust_network()
+    assert sockets.trusts_network()

@@ -28,7 +28,7 @@ import httpx
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshrl.common.config import Config, Machine
-from meshrl.common.sockets import tells_others
+from meshrl.common.sockets import has_secret, tells_others
 from meshrl.contract.errors import ConfigError, CorruptError, MeshError, UnavailableError, UserError
 from meshrl.contract.ports import Judge
 from meshrl.contract.types import Json, Outcome, Sample, Score
@@ -41,17 +41,6 @@ MAX_SHOWN = 200
 PLAIN = "a secret would travel to {url} unencrypted: use https://, or allow_plain_http in a network that you trust"
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-def is_secret(header: str) -> bool:
-    """Whether a header of this name identifies its sender."""
-    return header.lower() in {
-        "authorization",
-        "proxy-authorization",
-        "cookie",
-        "x-api-key",
-        "api-key",
-    }
 
 
 class RetryConfig(Config):
@@ -99,7 +88,7 @@ class RemoteJudgeConfig(Config):
     @property
     def tells_a_secret(self) -> bool:
         """Whether a token or a header that identifies us would travel unencrypted."""
-        secret = self.token_env is not None or any(map(is_secret, self.headers))
+        secret = self.token_env is not None or has_secret(self.url, self.headers)
         return secret and tells_others(self.url) and not self.allow_plain_http
 
 

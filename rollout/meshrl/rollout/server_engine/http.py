@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from meshrl.common.sockets import has_secret, keep_secret
 from meshrl.contract.errors import InfraError, UnauthenticatedError, UnavailableError, UserError
 
 CONNECT_S = 10.0
@@ -19,8 +20,14 @@ class HttpClient:
     def __init__(
         self, name: str, url: str, *, key: str | None, silence_s: float, update_s: float
     ) -> None:
-        """Deadlines: `silence_s` between two lines of a stream, `update_s` for each call. `key`: a bearer token."""
+        """Deadlines: `silence_s` between two lines of a stream, `update_s` for each call. `key`: a bearer token.
+
+        Raises:
+            UserError: the key would travel unencrypted to another machine, and the network is not trusted.
+        """
         self.url = url.rstrip("/")
+        if key or has_secret(url):
+            keep_secret(self.url, f"the key of {name}")
         self.who = f"{name} at {self.url}"
         """For messages."""
         self._silence_s = silence_s

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from typing_extensions import override
 
 from meshrl.common import process_guard
+from meshrl.common.sockets import has_secret, keep_secret
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json, Uid
 from meshrl.rollout.tools.ports import Pictured, Tool, ToolCaller, ToolConfig, ToolError
@@ -373,6 +374,8 @@ async def _http(config: ToolConfig) -> AsyncIterator[TransportStreams]:
     from mcp.client.streamable_http import streamable_http_client
     from mcp.shared._httpx_utils import create_mcp_http_client
 
+    if has_secret(config.url, config.headers):
+        keep_secret(config.url, "a header of a tool")
     async with (
         create_mcp_http_client(headers=config.headers) as client,
         streamable_http_client(config.url, http_client=client) as streams,

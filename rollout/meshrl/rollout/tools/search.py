@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from meshrl.common.sockets import DIRECT
+from meshrl.common.sockets import DIRECT, has_secret, keep_secret
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json
 from meshrl.rollout.tools.ports import SearchConfig, ToolError
@@ -119,6 +119,9 @@ class Retriever:
     """The function `search(query)` over HTTP, with connections that last as long as the worker's tools."""
 
     def __init__(self, config: SearchConfig) -> None:
+        """Raises UserError where its password would travel unencrypted to another machine."""
+        if has_secret(config.url):
+            keep_secret(config.url, "the password of a retriever")
         self._config = config
         self._client: httpx.AsyncClient | None = None
 

@@ -27,11 +27,11 @@ from meshrl.cli.find_mesh import (
 )
 from meshrl.cli.options import RUN, OptionsAnywhere, json_option
 from meshrl.common.plain_text import say, say_json
+from meshrl.common.sockets import trusts_network
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 from meshrl.launcher.control import ask_up
 from meshrl.launcher.text_console import text_console
-from meshrl.rpc import credentials
 from meshrl.weights.fleet import drain_replica
 
 WATCH_EVERY_S = 1.0
@@ -154,7 +154,7 @@ def add(
     for name in _free_names(asyncio.run(read_membership(address)), count):
         words = ["meshrl", "serve", "rollout", recipe, "--name", name]
         words += ["--queue", str(queue), "--trainer", address.trainer]
-        if credentials.trusts_network():
+        if trusts_network():
             words.append("--allow-insecure-bind")
         say(shlex.join(words))
 

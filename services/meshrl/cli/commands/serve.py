@@ -20,6 +20,7 @@ from meshrl.common import plugins, tracing
 from meshrl.common.device_lease import DEVICES
 from meshrl.common.plain_text import LogFormatter, say, say_error
 from meshrl.common.process_guard import die_with_supervisor
+from meshrl.common.sockets import TRUSTED_VARIABLE
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.machine import ThisMachine
 from meshrl.config.placement import Placement, place
@@ -147,7 +148,7 @@ def _serve(service: str, recipe: Path, overrides: tuple[str, ...], options: dict
 
     tls.use(loaded.tls.certificates)
     if options["allow_insecure_bind"]:  # of the processes that it starts, too
-        os.environ[credentials.TRUSTED_VARIABLE] = "1"
+        os.environ[TRUSTED_VARIABLE] = "1"
     credentials.use_for_service(
         loaded.run.path,
         service,

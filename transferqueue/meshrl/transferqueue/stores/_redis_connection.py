@@ -42,6 +42,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
+from meshrl.common.sockets import has_secret, keep_secret
 from meshrl.contract.errors import CapacityError, InfraError, MeshError, UserError
 
 log = logging.getLogger(__name__)
@@ -194,6 +195,8 @@ class RedisConnection:
         given: dict[str, Any] = {} if self._password is None else {"password": self._password}
         if not url.startswith("unix:"):
             given["socket_keepalive"] = True
+        if given.get("password") or has_secret(url):
+            keep_secret(url, "the password of queue.redis_url")
         try:
             client = Redis.from_url(
                 url,
