@@ -28,14 +28,8 @@ from meshrl.contract.errors import BusyError
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.identity import CALLER
 from meshrl.rpc.interceptors import ANSWERED, RECEIVED, Answered, Behavior, Context
-from meshrl.rpc.transport import (
-    LEAST_RATE,
-    MAX_ANSWER_BYTES,
-    MAX_CALLS,
-    MAX_CONNECTIONS,
-    MAX_REQUEST_BYTES,
-    PATIENCE_S,
-)
+from meshrl.rpc.pace import LEAST_RATE, PATIENCE_S, Pace
+from meshrl.rpc.transport import MAX_ANSWER_BYTES, MAX_CALLS, MAX_CONNECTIONS, MAX_REQUEST_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +120,7 @@ class CallLimits:
             reader = _Reader(context, self._slow)
 
             def end() -> None:
-                reader.sent()
+                reader.pace.sent()
                 answered.end()
                 if counted:
                     calls.give_back(role, 1)
@@ -137,7 +131,7 @@ class CallLimits:
                     size = _size(answer)
                     if size > SMALL_BYTES:
                         answered(size)
-                    reader.sends(size)
+                    reader.pace.sends(size)
             except BaseException:
                 end()
                 raise
@@ -162,43 +156,23 @@ def _size(message: Any) -> int:
 class _Reader:
     """The context of a call, whose caller loses its connection if it reads an answer too slowly.
 
-    The caller begins with PATIENCE_S. Each second that a message takes costs one of it, each LEAST_RATE bytes that
-    were sent give one back, up to PATIENCE_S. gRPC lets a server end no call alone while a message of it is on its
-    way: that would stay in memory.
+    gRPC lets a server end no call alone while a message of it is on its way: that would stay in memory.
     """
 
     def __init__(self, context: Context, slow: _SlowCallers) -> None:
         self._context = context
-        self._slow = slow
-        self._left_s = PATIENCE_S
-        self._began = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self.pace = Pace(lambda: slow.add(context.peer()))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
     async def write(self, message: Any) -> None:
         """Send one message of a stream."""
-        self.sends(_size(message))
+        self.pace.sends(_size(message))
         try:
             await self._context.write(message)
         finally:
-            self.sent()
-
-    def sends(self, nbytes: int) -> None:
-        """A message is on its way."""
-        loop = asyncio.get_running_loop()
-        self._began = loop.time()
-        self._left_s += nbytes / LEAST_RATE
-        self._timer = loop.call_later(self._left_s, self._slow.add, self._context.peer())
-
-    def sent(self) -> None:
-        """It is there, or the call has ended. Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-            took_s = asyncio.get_running_loop().time() - self._began
-            self._left_s = min(PATIENCE_S, self._left_s - took_s)
+            self.pace.sent()
 
 
 class _SlowCallers:

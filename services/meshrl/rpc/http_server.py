@@ -6,9 +6,9 @@ reads the requests of each and calls `application`, which hands them to the app 
     listening socket ──▶ HttpServer ──▶ HttpConnection ──▶ uvicorn ──▶ application ──▶ app of the port
                           limits         busy or idle
 
-A connection is busy while a request of it runs, else idle: in its TLS handshake, half a request long, or kept alive.
-At a limit the oldest idle one makes room, so that only running requests hold places. Who begins a request has
-`header_s` to finish its headers.
+A connection is busy while a whole request of it runs, else idle: in its TLS handshake, half a request long, its body
+included, or kept alive. At a limit the oldest idle one makes room, so that only running requests hold places. Who
+begins a request has `header_s` to finish its headers, and who does not read an answer is disconnected (pace.py).
 """
 # ruff: noqa: D102 - of asyncio.Protocol
 
@@ -28,13 +28,14 @@ from functools import cache
 from typing import Any, Final, TypeAlias, cast
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, make_asgi_app
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshrl.common.certificates import Certificates
 from meshrl.common.sockets import is_loopback, join_address
 from meshrl.contract.errors import ForbiddenError, InfraError, UnauthenticatedError, UserError
 from meshrl.rpc.errors import PortInUseError
 from meshrl.rpc.identity import METRICS, Identity, Presented
+from meshrl.rpc.pace import Pace
 from meshrl.rpc.tls import ServerTls, server_tls
 from meshrl.rpc.web_origin import Refuse, WebRequests, headers_of, hosts_of
 
@@ -78,12 +79,15 @@ METRICS_LIMITS: Final = ConnectionLimits(64)
 
 
 class HttpConnection(asyncio.Protocol):
-    """One accepted connection: hands everything on to a protocol of uvicorn, and is busy while the app runs."""
+    """One accepted connection: hands everything on to a protocol of uvicorn."""
 
     def __init__(self, server: HttpServer, peer: str) -> None:
         self.peer = peer
         self._server = server
         self._running = 0
+        self._arriving = False
+        """The body of its request."""
+        self._pace = Pace(self.close)
         self._protocol: asyncio.Protocol | None = None
         self._transport: asyncio.Transport | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -92,15 +96,23 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def busy(self) -> bool:
-        """True while a request runs."""
-        return self._running > 0
+        """True while a request runs that has come in whole."""
+        return self._running > 0 and not self._arriving
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request by the app of the server; uvicorn keeps the connection for the next one."""
+
+        async def received() -> Message:
+            message = await receive()
+            self._arriving = message.get("more_body", False)
+            return message
+
+        headers = headers_of(scope)
+        self._arriving = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
         self._running += 1
         self._stop_timer()
         try:
-            await self._server.answer(scope, receive, send)
+            await self._server.answer(scope, received, send)
         finally:
             self._running -= 1
             self._server.idles(self)
@@ -146,17 +158,20 @@ class HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._protocol is not None:
             self._protocol.data_received(data)
-        if not self.busy:
+        if not self._running:
             self._start_timer()
 
     def eof_received(self) -> bool | None:
         return self._protocol.eof_received() if self._protocol is not None else None
 
     def pause_writing(self) -> None:
+        if self._transport is not None:
+            self._pace.sends(self._transport.get_write_buffer_size())
         if self._protocol is not None:
             self._protocol.pause_writing()
 
     def resume_writing(self) -> None:
+        self._pace.sent()
         if self._protocol is not None:
             self._protocol.resume_writing()
 
@@ -167,6 +182,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _lost(self) -> None:
         self._stop_timer()
+        self._pace.sent()
         self._server.forget(self)
 
     def _start_timer(self) -> None:
@@ -334,16 +350,7 @@ async def serving(
     name: str,
     cannot: str = "cannot listen on",
 ) -> AsyncIterator[int]:
-    """Serve `app` while the body runs; yields the port.
-
-    Args:
-        app: The app.
-        host: Address to listen on.
-        port: 0 picks a free one.
-        tls: Certificates.
-        limits: Most connections, and the time to send a request's headers.
-        name: Name in messages.
-        cannot: Begins the message of a port that cannot be used.
+    """Serve `app` while the body runs; yields the port. `cannot` begins the message of one that cannot be used.
 
     Raises:
         PortInUseError, UserError: cannot listen on the port.

@@ -15,10 +15,6 @@ MAX_REQUEST_BYTES: Final = 2 << 30
 """Of all requests that a server holds at once."""
 MAX_ANSWER_BYTES: Final = 512 << 20
 """Payload that a server has read for answers and not sent, in all calls of one role at once."""
-PATIENCE_S: Final = 60.0
-"""A caller that reads an answer so much later than LEAST_RATE permits loses its connection."""
-LEAST_RATE: Final = 1 << 20
-"""Bytes a second."""
 MAX_CONNECTIONS: Final = 16_384
 """Of one server; a worker has two or three to its queue."""
 MAX_METADATA_BYTES: Final = 64 << 10

@@ -14,12 +14,14 @@ from typing import TypeAlias
 import pytest
 import trustme
 import uvloop
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
 
 from meshrl.common.certificates import Certificates
 from meshrl.contract.errors import ConfigError
 from meshrl.http.common import BodyLimit, problem
+from meshrl.rpc import pace
 from meshrl.rpc.http_server import ConnectionLimits, serving_http, serving_metrics
 
 from ...certificates import issue
@@ -28,13 +30,14 @@ HALF = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"
 WHOLE = HALF + b"Connection: close\r\n\r\n"
 PLAIN = Certificates()
 OPEN_FOR_EVER = 3600.0
+LARGE = 32 << 20
 Serve: TypeAlias = Callable[[ConnectionLimits], AbstractAsyncContextManager[int]]
 
 
 @asynccontextmanager
-async def http(limits: ConnectionLimits) -> AsyncIterator[int]:
+async def http(limits: ConnectionLimits, body_s: float = 0.05) -> AsyncIterator[int]:
     app = FastAPI()
-    app.add_middleware(BodyLimit, limit=100, refuse=problem, body_s=0.05)
+    app.add_middleware(BodyLimit, limit=100, refuse=problem, body_s=body_s)
 
     @app.get("/metrics")
     async def root() -> str:
@@ -43,6 +46,14 @@ async def http(limits: ConnectionLimits) -> AsyncIterator[int]:
     @app.post("/post")
     async def post(body: dict[str, int]) -> dict[str, int]:
         return body
+
+    @app.get("/large")
+    async def large() -> Response:
+        return StreamingResponse(bytes(1 << 20) for _ in range(LARGE >> 20))
+
+    @app.post("/wait_for")
+    async def wait_for(request: Request) -> None:
+        await request.body()
 
     @app.get("/wait")
     async def wait() -> None:
@@ -129,6 +140,45 @@ async def test_requests_that_run_are_not_closed_for_newcomers() -> None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+
+
+@pytest.mark.parametrize("how", [b"Content-Length: 9", b"Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("begun", [b"", b"2\r\n{\n\r\n"], ids=["nothing", "some"])
+async def test_a_body_that_is_not_there_yet_makes_room(how: bytes, begun: bytes) -> None:
+    head = b"POST /wait_for HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(http(ConnectionLimits(4), body_s=OPEN_FOR_EVER))
+        for _ in range(20):
+            _, writer = await say(port, head + how + b"\r\n\r\n" + begun)
+            stack.callback(writer.close)
+            await asyncio.sleep(0.01)
+        assert (await answer_to(port, WHOLE)).startswith(b"HTTP/1.1 200 OK")
+
+
+async def test_a_body_that_comes_slowly_is_taken_if_nobody_wants_its_place() -> None:
+    head = b"POST /post HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    limits = ConnectionLimits(4, header_s=0.05)
+    async with http(limits, body_s=OPEN_FOR_EVER) as port:
+        reader, writer = await say(port, head + b"Content-Length: 8\r\nConnection: close\r\n\r\n")
+        for letter in b'{"a": 1}':
+            await asyncio.sleep(0.02)
+            writer.write(bytes([letter]))
+        assert (await reader.read()).endswith(b'{"a":1}')
+        writer.close()
+
+
+async def test_who_does_not_read_an_answer_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(pace, "LEAST_RATE", 1 << 40)
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(http(ConnectionLimits(2)))  # one for each address
+        reader, writer = await say(port, WHOLE.replace(b"/metrics", b"/large"))
+        stack.callback(writer.close)
+        await reader.readexactly(1)
+        while not (await answer_to(port, WHOLE)).startswith(b"HTTP/1.1 200 OK"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        with contextlib.suppress(ConnectionError):
+            assert len(await reader.read()) < LARGE
 
 
 async def test_who_comes_while_all_places_are_busy_is_told_so() -> None:
