@@ -54,7 +54,7 @@ def model_path(value: Any, given: Given) -> Conversion:
 def positions(value: Any, given: Given) -> Conversion:
     """How long rows may be. Rotary positions are computed from it only where the checkpoint scales them."""
     path = Path(expanded(given.get(f"{MODEL}.path"))) / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    config = json.loads(path.read_text(encoding="utf-8-sig")) if path.is_file() else {}
     scaled = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = scaled.get("rope_type", scaled.get("type", "default"))
     if kind != "default":

@@ -123,7 +123,7 @@ def _servers(
         str(selected.get("mcp_servers_config_path") or settings.get("mcp_servers_config_path"))
     )
     try:
-        servers = json.loads(file.read_text(encoding="utf-8"))["mcpServers"]
+        servers = json.loads(file.read_text(encoding="utf-8-sig"))["mcpServers"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: the MCP servers of {file} cannot be read ({error})") from error
     only = selected.get("tool_selected_list") or []

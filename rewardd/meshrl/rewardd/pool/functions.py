@@ -11,7 +11,7 @@ import numbers
 import sys
 import traceback
 import types
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,12 @@ from meshrl.rewardd.pool.messages import (
     MAX_TEXTS,
 )
 from meshrl.rewardd.pool.rule import SIGNATURE, FunctionSpec
-from meshrl.rewardd.pool.signatures import ARGUMENTS, FunctionKind, as_compute_score
+from meshrl.rewardd.pool.signatures import (
+    ARGUMENTS,
+    FunctionKind,
+    as_compute_score,
+    takes_columns,
+)
 
 RESERVED = ("score", "token_rewards", "outcome")
 """Keys of a result that are not components."""
@@ -111,7 +116,7 @@ def load(spec: FunctionSpec) -> Scorer:
             arguments = {"config": config(**spec.kwargs)}
         except pydantic.ValidationError as error:
             raise ConfigError(_refusal(spec, config, error)) from error
-    if _takes_columns(call) and spec.kind is FunctionKind.COMPUTE_SCORE:
+    if spec.kind is FunctionKind.COMPUTE_SCORE and takes_columns(_parameters(call)):
         spec = replace(spec, kind=FunctionKind.BATCH)
     _check_signature(where, spec, call, arguments)
     together = (
@@ -167,12 +172,11 @@ def _refusal(
     return f"kwargs of reward {spec.component!r}: {'; '.join(lines)} (it takes: {takes})"
 
 
-def _takes_columns(call: Callable[..., Any]) -> bool:
-    """Are its parameters the plural ones of verl's batch manager?"""
+def _parameters(call: Callable[..., Any]) -> Iterable[str]:
     try:
-        return set(inspect.signature(call).parameters).issuperset(ARGUMENTS[FunctionKind.BATCH])
+        return inspect.signature(call).parameters
     except (TypeError, ValueError):
-        return False  # written in C: it has no signature to look at
+        return ()  # written in C: it has no signature to look at
 
 
 def _check_signature(

@@ -20,7 +20,7 @@ from meshrl.common.plugins import find, known, where_it_stands
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json
 from meshrl.rewardd.config import RewardConfig, RewardFunctionConfig
-from meshrl.rewardd.pool.signatures import ARGUMENTS, FunctionKind
+from meshrl.rewardd.pool.signatures import ARGUMENTS, FunctionKind, takes_columns
 
 REWARDS = "meshrl.rewardd.rewards"
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **reward_kwargs)"
@@ -128,7 +128,7 @@ def _read(function: RewardFunctionConfig) -> FunctionSpec:
 
 def _read_source(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         near = difflib.get_close_matches(path.name, _siblings(path), n=1)
         hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
@@ -213,9 +213,12 @@ def check_call(
     ]
     if given.kwarg:
         parameters.append(inspect.Parameter(given.kwarg.arg, inspect.Parameter.VAR_KEYWORD))
+    signature = inspect.Signature(parameters)
+    if kind is FunctionKind.COMPUTE_SCORE and takes_columns(signature.parameters):
+        kind = FunctionKind.BATCH
     arguments = [*ARGUMENTS[kind], *kwargs]
     try:
-        inspect.Signature(parameters).bind(**dict.fromkeys(arguments))
+        signature.bind(**dict.fromkeys(arguments))
     except TypeError as error:
         raise ConfigError(
             f"{where}:{node.lineno}: {node.name}({ast.unparse(given)}) cannot be called: {error}"
@@ -244,7 +247,7 @@ def _find(name: str) -> str:
 def _module_sources(origin: str, seen: set[str]) -> Iterator[str]:
     """A module's source, those of the reward modules it imports, and the versions of the packages it declares."""
     seen.add(origin)
-    source = Path(origin).read_text(encoding="utf-8")
+    source = Path(origin).read_text(encoding="utf-8-sig")
     yield source
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(REWARDS):

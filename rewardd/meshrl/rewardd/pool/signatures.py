@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -35,6 +35,11 @@ ARGUMENTS: Mapping[FunctionKind, tuple[str, ...]] = {
     FunctionKind.PROCESS: ("data_source", "solution_str", "ground_truth", "extra_info"),
 }
 """Keywords that each kind is called with."""
+
+
+def takes_columns(parameters: Iterable[str]) -> bool:
+    """Whether these are the parameters of a function for verl's batch manager."""
+    return {*parameters}.issuperset(ARGUMENTS[FunctionKind.BATCH])
 
 
 class BadShapeError(MeshError):

@@ -80,7 +80,7 @@ def _function(content: Path, manifest: Manifest) -> FunctionSpec:
         name=function,
         module=module,
         path=str(content),
-        source="" if manifest.is_wheel else content.read_text(encoding="utf-8"),
+        source="" if manifest.is_wheel else content.read_text(encoding="utf-8-sig"),
         kind=manifest.kind,
         digest=hashlib.sha256(content.read_bytes()).hexdigest()[:32],
     )

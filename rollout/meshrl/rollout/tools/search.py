@@ -76,11 +76,11 @@ def passages(folder: Path, where: str) -> Iterator[tuple[str, str]]:
     check_folder(folder, where)
     for path in sorted(each for each in folder.rglob("*") if each.suffix in SUFFIXES):
         if path.suffix != ".jsonl":
-            for paragraph in path.read_text(encoding="utf-8").split("\n\n"):
+            for paragraph in path.read_text(encoding="utf-8-sig").split("\n\n"):
                 if paragraph.strip():
                     yield path.stem, paragraph.strip()
             continue
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
                     yield document(json.loads(line))
