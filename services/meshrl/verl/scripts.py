@@ -7,6 +7,7 @@ without bubblewrap, and for a pasted list of overrides, `shell` reads it
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,28 @@ NO_COMMAND = (
 )
 BARE = ("HOME", "LANG", "PWD", "USER")
 """Variables of the user's that a script sees; it may write whatever it sees into the recipe."""
+_UNREAD = re.compile(r""""(?:\\.|[^"\\])*"|'[^']*'|(?<![^\s;])#[^\n]*""")
+"""Text in quotes, in which variables stand in double ones only, and comments."""
+_OVERRIDE = re.compile(r"[+~\w]+\.[\w.]+=\S*")
+_USES = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+_SETS = re.compile(
+    r"\b([A-Za-z_]\w*)(?:\[[^]\n]*\])?\+?=|\bfor\s+(\w+)|\b(?:read|mapfile|readarray|getopts)\b[^\n;]*[ \t](\w+)"
+    r"|\$\{(\w+):?="
+)
+_OF_BASH = frozenset(
+    (
+        "BASH_SOURCE",
+        "EUID",
+        "HOSTNAME",
+        "PATH",
+        "RANDOM",
+        "SECONDS",
+        "SHLVL",
+        "UID",
+        "OLDPWD",
+        "IFS",
+    )
+)
 GRACE_S = 20.0
 """Seconds that the sandbox may take besides the script."""
 
@@ -48,6 +71,11 @@ def started(
     Raises:
         ConfigError: it cannot be run or read, or starts no program of verl's; says why and where.
     """
+    if unset := unset_in_overrides(script, environment):
+        names = ", ".join(f"${name}" for name in unset)
+        raise ConfigError(
+            f"overrides of the script have {names}, which it does not set; give each with --env NAME=VALUE"
+        )
     sandboxed = no_bubblewrap() is None
     run = launched(script, environment, path, arguments) if sandboxed else []
     command, others = chosen(run)
@@ -58,6 +86,20 @@ def started(
             raise (ConfigError(NO_COMMAND) if sandboxed else error) from None
     added = [word for word in arguments if "=" in word and word not in command.arguments]
     return replace(command, arguments=(*command.arguments, *added)), others
+
+
+def unset_in_overrides(script: str, environment: Mapping[str, str]) -> list[str]:
+    """Variables in the values of dotted overrides that neither the script nor the environment sets, by name."""
+    text = _UNREAD.sub(lambda found: found[0] if found[0].startswith('"') else " ", script)
+    set_there = {name for found in _SETS.finditer(text) for name in found.groups() if name}
+    used = {
+        name
+        for word in _OVERRIDE.findall(text)
+        for found in _USES.finditer(word)
+        for name in found.groups()
+        if name
+    }
+    return sorted(used - set_there - environment.keys() - _OF_BASH)
 
 
 def seen(environment: Mapping[str, str], passed: Sequence[str]) -> dict[str, str]:

@@ -93,6 +93,10 @@ def from_verl(
         ours, others = started(_text(script), environment, path, command)
     else:
         ours = command_of(command) or VerlCommand(name="", arguments=command, program=VerlProgram())
+        if not files and not any("=" in word for word in ours.arguments):
+            raise UserError(
+                f"{' '.join(command)} names no key of verl's: want its command after --, or --script FILE (-: stdin)"
+            )
     name = output.stem if output is not None else "migrated"
     migration = migrate(ours.arguments, files, name=name, started=ours, environment=environment)
     for other in others:
@@ -121,7 +125,7 @@ def _text(script: Path) -> str:
     if str(script) == "-":
         return sys.stdin.read()
     try:
-        return script.read_text(encoding="utf-8")
+        return script.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"{script}: cannot be read: {reason}") from error
