@@ -6,8 +6,10 @@ import ast
 import difflib
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import pkgutil
+import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from importlib.machinery import ModuleSpec
@@ -17,6 +19,15 @@ from typing import Any
 
 from meshrl.contract.errors import ConfigError
 
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "cupy": "cupy-cuda13x",
+    "mlflow": "mlflow-skinny",
+    "tokenizers": "transformers",
+    "huggingface_hub": "transformers",
+    "jinja2": "transformers",
+}
+"""Modules to the distribution that brings them, where its name is another one."""
 DOUBLES = "meshrl.testing"
 """Its packages are searched after the one of the same name: a recipe may name an engine or an NCCL for tests."""
 
@@ -60,7 +71,8 @@ def _attribute(module_name: str, name: str, attribute: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"cannot load {name!r}: {error}{where_it_stands(name)}") from error
+        cure = where_it_stands(name) or (f"; {install}" if (install := to_install(error)) else "")
+        raise ConfigError(f"cannot load {name!r}: {error}{cure}") from error
     except (Exception, SystemExit) as error:  # someone's own module may raise anything, or exit
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"cannot load {name!r}: its import ended with {reason}") from error
@@ -92,6 +104,21 @@ def find(name: str) -> ModuleSpec | None:
         spec = _found(full, search)
         search = spec.submodule_search_locations if spec is not None else None
     return spec
+
+
+def to_install(error: ModuleNotFoundError) -> str:
+    """The command that brings what an import has not found; empty where no extra of meshrl does."""
+    module = (error.name or "").partition(".")[0]
+    wanted = DISTRIBUTIONS.get(module, module.replace("_", "-"))
+    try:
+        required = importlib.metadata.requires("meshrl") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    for line in required:
+        found = re.match(r"([\w.-]+)[^;]*;.*extra == ['\"]([\w-]+)['\"]", line)
+        if found and found[1] == wanted and found[2] != "dev":
+            return f"pip install 'meshrl[{found[2]}]'"
+    return ""
 
 
 def _found(name: str, search: Iterable[str] | None) -> ModuleSpec | None:
@@ -191,7 +218,7 @@ def _statements(package: str, name: str) -> list[ast.stmt]:
 @functools.cache
 def _parsed(source: Path, changed_ns: int) -> list[ast.stmt]:
     """The statements of a file; a recipe's carriers are asked for several literals each."""
-    text = source.read_text(encoding="utf-8")
+    text = source.read_text(encoding="utf-8-sig")
     try:
         return ast.parse(text).body
     except SystemError:  # Python 3.11 while another thread parses, too (python/cpython#106905)

@@ -18,6 +18,7 @@ import click
 
 from meshrl.common.files import lasting_fault
 from meshrl.common.plain_text import fit_terminal, harmless_faults, say, say_error
+from meshrl.common.plugins import to_install
 from meshrl.common.sockets import reach_directly
 from meshrl.contract.errors import MeshError, UserError
 from meshrl.rpc.exit_codes import Exit
@@ -151,6 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = Exit.FAILED
     except MeshError as error:
         code = report(error)
+    except ModuleNotFoundError as error:
+        if not (install := to_install(error)):
+            raise
+        say_error(f"this needs {error.name}, which is not installed: {install}")
+        code = Exit.USER_ERROR
     except OSError as error:
         if not (fault := lasting_fault(error)):
             raise
