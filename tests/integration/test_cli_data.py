@@ -76,7 +76,7 @@ def test_check_names_every_bad_row_and_goes_on_behind_it(ask: Ask) -> None:
         *(f"train.jsonl:{number}" for number in (1, 2, 3, 4, 5, 10)), "val.jsonl:1"
     ]  # fmt: skip
     assert "47 tokens > data.max_prompt_length 32" in errors[5]
-    assert code == 2 and errors[-1] == "error: held out: no prompts in val.jsonl"
+    assert code == 2 and errors[-1] == "error: held out: no prompts in val.jsonl: want rows"
     Path("val.jsonl").write_text(json.dumps(row("q=9")) + "\n")
     code, out, err = ask("check", "--limit", "2", "--json")
     assert code == 2 and json.loads(out)["train"]["bad"] == 5

@@ -13,6 +13,7 @@ import pytest
 
 from meshrl.launcher.address_book import is_up, run_lock
 
+from ..small_checkpoint import write_tokenizer, write_weights
 from ..waiting import until
 
 CLI = (sys.executable, "-m", "meshrl.cli")
@@ -33,8 +34,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("mine.py").write_text("def compute_score(**given): return 0.0\n")
     Path("model").mkdir()
     Path("model/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    Path("model/tokenizer.json").write_text("{}")
-    Path("model/model.safetensors").write_text("")
+    write_tokenizer(Path("model"))
+    write_weights(Path("model/model.safetensors"))
     return tmp_path
 
 

@@ -9,11 +9,11 @@ import inspect
 import itertools
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from meshrl.contract.errors import ConfigError
 
@@ -104,12 +104,20 @@ class Machine(Protocol):
         """The text of a file. Raises UserError."""
         ...
 
-    def tensors(self, model: Path) -> frozenset[str] | None:
-        """Full names of the tensors of a checkpoint; None where they cannot be told."""
+    def tensors(self, model: Path) -> Mapping[str, tuple[int, ...]] | None:
+        """Shapes of the tensors of a checkpoint by their full names; None where they cannot be told."""
         ...
 
-    def first_rows(self, path: Path, reader: str | None) -> Sequence[Any]:
-        """The first rows of a data file. Raises UserError."""
+    def shapes(self, file: Path) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the tensors of a file of weights. Raises UserError where it is none, or not all of one."""
+        ...
+
+    def rows(self, path: Path, reader: str | None) -> Iterator[Any]:
+        """The rows of a data file. Raises UserError."""
+        ...
+
+    def tokenizer(self, directory: Path) -> Any:
+        """The tokenizer in a directory; None where it cannot be told. Raises UserError for one that is broken."""
         ...
 
     def check_gym(self, gym: Any) -> None:
@@ -118,6 +126,10 @@ class Machine(Protocol):
 
     def program(self, name: str) -> bool:
         """Whether `name`, a path or a word on PATH, can be run."""
+        ...
+
+    def tried(self, command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:
+        """What a program says last that refuses to do its work; empty where it does it, or is elsewhere."""
         ...
 
     def json(self, path: Path) -> Mapping[str, Any]:
@@ -148,6 +160,10 @@ def read_options(kind: type[C], options: Mapping[str, object], *, where: str) ->
         near = difflib.get_close_matches(key, kind.model_fields, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(kind.model_fields)}"
         raise ConfigError(f"{where}.{key}: no such option; {hint}", key=f"{where}.{key}") from error
+
+
+Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
+"""A field that seeds draws of numpy, torch and engines, which take no other numbers."""
 
 
 def _compiles(pattern: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from meshrl.common import plugins
@@ -15,7 +15,7 @@ from meshrl.common.checks import (
     missing_file,
 )
 from meshrl.common.config import Machine
-from meshrl.contract.errors import ConfigError, MeshError
+from meshrl.contract.errors import ConfigError, MeshError, UserError
 from meshrl.rewardd.config import JUDGES, OTHER_PACKAGES, RewardConfig, RewardFunctionConfig
 from meshrl.rewardd.pool.rule import REWARDS, SIGNATURE, check_call, find_function
 from meshrl.rewardd.pool.signatures import FunctionKind
@@ -49,6 +49,26 @@ def check_reward(reward: RewardConfig, machine: Machine, model: Path) -> Iterato
         )
 
 
+def unscored(reward: RewardConfig, data_source: str) -> str:
+    """The reason why the built-in `verl` cannot score rows of a data_source; empty where it can, or scores none."""
+    if not any(function.name == "verl" and function.path is None for function in reward.scorers):
+        return ""
+    # Imported here: it imports every scorer, and few recipes need it.
+    from meshrl.rewardd.rewards import code, verl
+
+    try:
+        scorer = verl.scorer_of(data_source)
+    except UserError as error:
+        return error.message
+    if scorer is code and reward.recipe_sandbox is not Isolation.STRICT:
+        return f"data_source {data_source!r}: {_wants_sandbox('code', code.NEEDS_SANDBOX)}"
+    return ""
+
+
+def _wants_sandbox(name: str, level: str) -> str:
+    return f"{name} runs programs of the policy: set reward.recipe_sandbox: {level}"
+
+
 def _check_built_in(
     at: Loc, function: RewardFunctionConfig, reward: RewardConfig, machine: Machine, model: Path
 ) -> Iterator[Problem]:
@@ -57,13 +77,16 @@ def _check_built_in(
         (*at, "kwargs"), REWARDS, function.name, function.kwargs, machine, model
     )
     yield from check_required((*at, "name"), REWARDS, function.name, machine)
+    module = plugins.find(function.name) if "." in function.name else None
+    if module is not None and module.origin and module.origin.endswith(".py"):
+        # The options of a module with a class of them are its own to read.
+        own = plugins.class_place(REWARDS, function.name, "Config") is not None
+        given = ["config"] if own else function.kwargs
+        if wrong := _uncallable(Path(module.origin), "compute_score", given, machine):
+            yield (*at, "name"), f"{dotted(at)}.name: {wrong}"
     wants = plugins.constant(REWARDS, function.name, "NEEDS_SANDBOX", "")
     if wants and reward.recipe_sandbox.value != wants:
-        yield (
-            (*at, "name"),
-            f"{dotted(at)}.name: {function.name} runs programs of the policy: set"
-            f" reward.recipe_sandbox: {wants}",
-        )
+        yield (*at, "name"), f"{dotted(at)}.name: {_wants_sandbox(function.name, wants)}"
 
 
 def _check_file(
@@ -72,13 +95,16 @@ def _check_file(
     """A reward's file parses, defines the function, and the function takes what it is called with."""
     found = list(missing_file((*at, "path"), path, machine))
     yield from found
-    if found:
-        return
-    wanted = f"{function.name}{SIGNATURE}"
+    if not found and (wrong := _uncallable(path, function.name, function.kwargs, machine)):
+        yield (*at, "path"), f"{dotted(at)}: {wrong}"
+
+
+def _uncallable(path: Path, name: str, keywords: Iterable[str], machine: Machine) -> str:
+    """Why the function `name` of a file cannot be called with a sample and `keywords`; empty where it can."""
     try:
-        source = machine.text(path)
-        node = find_function(source, function.name, wanted, str(path), ConfigError)
+        node = find_function(machine.text(path), name, f"{name}{SIGNATURE}", str(path), ConfigError)
         if node is not None:
-            check_call(node, FunctionKind.COMPUTE_SCORE, function.kwargs, str(path))
+            check_call(node, FunctionKind.COMPUTE_SCORE, keywords, str(path))
     except MeshError as error:
-        yield (*at, "path"), f"{dotted(at)}: {error}"
+        return str(error)
+    return ""

@@ -281,16 +281,20 @@ class TorchEngineConfig(Config):
         yield from longer_than(config, self.max_model_len, model)
 
 
-def check_rollout(rollout: RolloutConfig, machine: Machine, model: Path) -> Iterator[Problem]:
-    """Every problem of the section."""
-    yield from _program_options(rollout, machine, model)
+def check_rollout(
+    rollout: RolloutConfig, machine: Machine, model: Path, *, tries: bool = False
+) -> Iterator[Problem]:
+    """Every problem of the section; with `tries` also those that a program tells only of what it has loaded."""
+    yield from _program_options(rollout, machine, model, tries)
     yield from check_options(
         ("rollout", "engine"), ENGINES, rollout.name, rollout.engine, machine, model
     )
     yield from _cuts(rollout)
 
 
-def _program_options(rollout: RolloutConfig, machine: Machine, model: Path) -> Iterator[Problem]:
+def _program_options(
+    rollout: RolloutConfig, machine: Machine, model: Path, tries: bool
+) -> Iterator[Problem]:
     """Those of the mesh's own programs, which are light to import; what they name is loaded by a worker."""
     name, options = rollout.program, rollout.program_options
     if name not in plugins.known(PROGRAMS):
@@ -305,7 +309,10 @@ def _program_options(rollout: RolloutConfig, machine: Machine, model: Path) -> I
         if hasattr(program, "check"):
             program.check(config)
         faults = getattr(config, "faults", None)
-        for option, text in faults(machine, model) if faults else ():
+        wrong = list(faults(machine, model) if faults else ())
+        if tries and not wrong and hasattr(program, "try_out"):
+            wrong = [("env", said)] if (said := program.try_out(config, machine)) else []
+        for option, text in wrong:
             yield ("rollout", "program_options", *option.split(".")), f"{key}.{option}: {text}"
     except ConfigError as error:
         yield ("rollout", "program_options"), str(error)

@@ -14,11 +14,13 @@ import click
 from meshrl.cli.options import json_option, recipe_argument
 from meshrl.common.plain_text import counted, say, say_json
 from meshrl.config import Recipe, load_recipe
+from meshrl.config.stages import vocabulary
 from meshrl.contract.errors import UserError
-from meshrl.launcher.prompts import image_processor, load_prompt_tokenizer
+from meshrl.launcher.prompts import image_processor
 from meshrl.rpc.exit_codes import Exit
 from meshrl.trainer.data.files import FileRow, file_rows, rows_of
 from meshrl.trainer.data.prompt_streams import quotas
+from meshrl.trainer.data.prompt_tokenizer import load_prompt_tokenizer
 from meshrl.trainer.data.prompts import expanded, prompt_ids, prompt_text, read_prompt_row
 from meshrl.trainer.data.reasoning_gym import gym_rows
 from meshrl.trainer.data.statistics import Repeats, SplitStatistics, leaked, repeated, scan
@@ -98,14 +100,14 @@ def show(
     rows = _rows(loaded, held_out=held_out) if at is None else iter([_row(loaded, at)])
     for source in itertools.islice(rows, limit or None):
         row = read_prompt_row(source, loaded.data, pictures=images is not None)
-        text = prompt_text(row, source.where, loaded.data, tokenizer)
+        text = prompt_text(row, loaded.data, tokenizer)
         plain = isinstance(row.prompt, str)
         ids = prompt_ids(text, source.where, tokenizer, plain=plain)
         added = len(ids) - len(tokenizer.encode(text, add_special_tokens=False))
         facts = {
             "where": source.where,
             "data_source": row.data_source,
-            "tokens": len(expanded(ids, row, source.where, images)),
+            "tokens": len(expanded(ids, row, images)),
             "pictures": [each.sha256 for each in row.media],
             "text": tokenizer.decode(ids[:added].tolist()) + text if added else text,
             "ground_truth": row.ground_truth,
@@ -167,7 +169,7 @@ class _Scanned:
         self.splits = [
             scan(
                 name, files, gym_rows(gym, held_out=name == HELD_OUT) if gym else iter(()),
-                data, tokenizer, self._name, images,
+                data, tokenizer, self._name, images, vocabulary(self.recipe),
             )
             for name, files in ((TRAIN, data.train_files), (HELD_OUT, data.val_files))
             if files or gym

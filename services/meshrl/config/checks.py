@@ -1,15 +1,17 @@
 """Every check of a recipe, section by section, and what only several sections together can tell.
 
 What one section can tell stands beside it: `checks.py` of trainer and rewardd, `check_rollout`, `check_stages`, and
-`check` in the configurations of queue and weights. Each check yields the key to change and one sentence. None imports
-torch, runs a user's file or starts anything.
+`check` in the configurations of queue and weights. Each check yields the key to change and one sentence. None runs a
+user's file; torch is imported where transformers must make the tokenizer, and a verifiers environment is loaded by its
+own Python.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -20,12 +22,12 @@ from meshrl.common.checks import Loc, Problem, dotted
 from meshrl.config.device_defaults import hints
 from meshrl.config.machine import ThisMachine
 from meshrl.config.placement import place
-from meshrl.config.recipe import Recipe, algorithm_needs, trains_each_branch
-from meshrl.config.stages import check_stages
+from meshrl.config.recipe import Recipe, algorithm_needs, posts_rewards, trains_each_branch
+from meshrl.config.stages import check_stages, vocabulary
 from meshrl.config.weights import CARRIERS, LIBRARIES
-from meshrl.contract.errors import ConfigError
+from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.held_rows import RENEWALS
-from meshrl.rewardd.checks import check_reward
+from meshrl.rewardd.checks import check_reward, unscored
 from meshrl.rewardd.config import JUDGES, OTHER_PACKAGES
 from meshrl.rewardd.pool.rule import REWARDS
 from meshrl.rollout.config import ENGINES, PROGRAMS, check_rollout
@@ -68,24 +70,45 @@ MANY_RENEWALS, CALM_RENEWALS = 300, 100
 PICTURE_PACKAGES = {"PIL": "pillow", "msgpack": "msgpack"}
 
 
-def cross_checks(recipe: Recipe, machine: ThisMachine | None = None) -> Iterator[Problem]:
-    """Every problem; `machine` is the one that will run the recipe, or this one."""
-    machine = machine or ThisMachine()
-    pictures = "vision_config" in machine.json(recipe.model.path / "config.json")
+def cross_checks(
+    recipe: Recipe, machine: ThisMachine | None = None, sections: Collection[str] | None = None
+) -> Iterator[Problem]:
+    """Every problem of these sections, None: of all; `machine` is the one that will run the recipe, or this one."""
+    for at, sentence in _every(recipe, machine or ThisMachine(), sections):
+        if sections is None or at[0] in sections:
+            yield at, sentence
+
+
+def _every(
+    recipe: Recipe, machine: ThisMachine, sections: Collection[str] | None
+) -> Iterator[Problem]:
+    """Problems of the sections, and of others. Rows are tokenised where all sections are asked for."""
+    config = machine.json(recipe.model.path / "config.json")
+    pictures = "vision_config" in config
+    tokenizer, of_model = None, list(check_model(recipe.model, machine))
+    if sections is None and not of_model:
+        try:
+            tokenizer = machine.tokenizer(recipe.tokenizer_dir)
+        except UserError as error:
+            key = "tokenizer_path" if recipe.model.tokenizer_path else "path"
+            of_model = [(("model", key), f"model.{key}: {error}")]
     data_use = DataUse(
-        tokenizer=recipe.tokenizer_dir,
-        pictures=pictures,
+        tokenizer=tokenizer,
+        vocabulary=vocabulary(recipe, machine),
+        # Where nothing is known of the model, a column of pictures is no fault.
+        pictures=pictures or not config,
         own_answers=algorithm_needs(recipe).data_answers,
+        unscored=_scored_elsewhere if posts_rewards(recipe) else partial(unscored, recipe.reward),
         test_freq=recipe.trainer.test_freq,
     )
     right = True
     for problem in chain(
         _names(recipe),
-        check_model(recipe.model, machine),
+        of_model,
         check_data(recipe.data, data_use, machine),
         check_parallel(recipe.trainer, recipe.model, machine),
         check_experts(recipe.actor, recipe.model, machine),
-        check_rollout(recipe.rollout, machine, recipe.model.path),
+        check_rollout(recipe.rollout, machine, recipe.model.path, tries=sections is None),
         check_reward(recipe.reward, machine, recipe.model.path),
         recipe.queue.check(machine, samples=recipe.rollout.n),
         recipe.weights.check(machine),
@@ -112,11 +135,27 @@ def cross_checks(recipe: Recipe, machine: ThisMachine | None = None) -> Iterator
         yield from ((("placement",), problem) for problem in problems)
 
 
+def _scored_elsewhere(data_source: str) -> str:
+    """No reason why a row is not scored, where the program may post its reward."""
+    return ""
+
+
 def warnings(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     """Recipes that would start, and are hardly meant so: the key and one sentence."""
-    rows = recipe.rollout.n
-    if why := algorithm_rules.cannot_learn(recipe.algorithm, recipe.actor, rows=rows):
-        yield ("rollout", "n"), f"rollout.n: {why}"
+    rollout = recipe.rollout
+    greedy = rollout.temperature == 0 or rollout.top_k == 1
+    why = algorithm_rules.cannot_learn(
+        recipe.algorithm, recipe.actor, rows=rollout.n, greedy=greedy
+    )
+    if why:
+        key = "n" if rollout.n == 1 else "temperature"
+        yield ("rollout", key), f"rollout.{key}: {why}"
+    trained = {"actor": recipe.actor.optim}
+    if algorithm_needs(recipe).critic:
+        trained["critic"] = recipe.critic.optim
+    for section, optim in trained.items():
+        for key, oddity in optim.oddities(recipe.trainer.total_training_steps):
+            yield (section, "optim", key), f"{section}.optim.{key}: {oddity}"
     yield from ((("rollout", "name"), hint) for hint in hints(recipe, machine))
     workers, queue = recipe.rollout.workers, recipe.queue
     renewals = workers * RENEWALS / queue.lease_ttl_s
@@ -482,9 +521,8 @@ def _packages(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     modules = ["torch", "transformers"]
     if recipe.model.lora_rank:
         modules.append("peft")
-    for module in modules:
-        if not machine.installed(module):
-            yield ("model",), f"model: this needs {module}: pip install 'meshrl[torch]'"
+    if lacking := [module for module in modules if not machine.installed(module)]:
+        yield ("model",), f"model: this needs {', '.join(lacking)}: pip install 'meshrl[torch]'"
     trainer = recipe.trainer
     if trainer.device == "cuda" and trainer.nproc > machine.gpus:
         has = f"{machine.gpus} GPUs" if machine.gpus else machine.no_gpu

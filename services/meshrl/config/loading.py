@@ -54,6 +54,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.text)
+# PyYAML's own reads 010 as 8, and 08 not at all.
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -120,8 +122,7 @@ def load_recipe(
     if check:
         broken = [
             f"{origin_of(written.origins, at)}: {sentence}"
-            for at, sentence in cross_checks(recipe, machine)
-            if checked is None or at[0] in checked
+            for at, sentence in cross_checks(recipe, machine, checked)
         ]
         if broken:
             raise ConfigError("\n".join(broken))
@@ -298,7 +299,7 @@ def _with_paths(recipe: Recipe, change: Callable[[Path], Path]) -> Recipe:
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Loc, str]]:
     """The sections of a YAML file, and the `file:line` of each key. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         near = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         hint = f" (there are: {', '.join(near)})" if near else ""

@@ -1,17 +1,18 @@
 """The GPUs, files and packages of a machine, as the check of a recipe asks; or those of `config check --assume FILE`.
 
-Nothing here loads torch, runs a file of the user's or starts a program.
+Torch is loaded where transformers must make a tokenizer, and no program is started but the one that plays a recipe's
+verifiers environment.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +23,20 @@ from typing_extensions import override
 
 from meshrl.common import plugins
 from meshrl.common.config import Config, Machine
+from meshrl.common.plain_text import say
 from meshrl.contract.errors import UserError
 from meshrl.rollout.server_engine.checkpoint import read_header
 from meshrl.sandbox.sandbox import no_bubblewrap
 from meshrl.trainer.data.files import FileRow, file_rows
+from meshrl.trainer.data.prompts import PromptTokenizer
 from meshrl.trainer.data.reasoning_gym import PACKAGE, ReasoningGymConfig, check
 
 LIBRARY = "libnvidia-ml.so.1"
 NAME_BYTES = 96
 GIB = 1 << 30
 NO_GPU = "no GPU"
+LFS = b"version https://git-lfs"
+"""The beginning of what git has of a large file that was not fetched."""
 _NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")
 """As PCI numbers the maker, and the classes of its GPUs."""
 
@@ -142,10 +147,6 @@ def _gpus_with(visible: str | None) -> tuple[Gpu, ...]:
     return gpus_of(environment, library)
 
 
-FIRST_ROWS = 8
-"""Rows that are read of each data file: a wrong column or schema shows in the first one."""
-
-
 class ThisMachine(Machine):
     """The machine of this process."""
 
@@ -178,6 +179,26 @@ class ThisMachine(Machine):
         """Whether `name`, a path or a word on PATH, can be run."""
         return shutil.which(name) is not None
 
+    def tried(self, command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:
+        """What a program says last that refuses to do its work; empty where it does it."""
+        say(f"this runs {command[0]}, which loads what the recipe names", err=True)
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=timeout_s,
+                env={**os.environ, **env},
+            )
+        except subprocess.TimeoutExpired:
+            return f"{command[0]} has not answered within {timeout_s:g} s"
+        except OSError as error:
+            return f"{command[0]}: {error.strerror}"
+        said = done.stderr.decode(errors="replace").strip().splitlines() or [
+            f"it ended with {done.returncode}"
+        ]
+        return said[-1] if done.returncode else ""
+
     def exists(self, path: Path) -> bool:
         """Whether there is a file or directory."""
         return path.exists()
@@ -193,7 +214,7 @@ class ThisMachine(Machine):
     def text(self, path: Path) -> str:
         """The text of a file. Raises UserError."""
         try:
-            return path.read_text(encoding="utf-8")
+            return path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             raise UserError(f"{path} cannot be read: {reason}") from error
@@ -217,25 +238,61 @@ class ThisMachine(Machine):
             return {**listed, **added}
         return {}
 
-    def first_rows(self, path: Path, reader: str | None) -> list[FileRow]:
-        """The first rows of a data file. Raises UserError."""
-        return list(itertools.islice(file_rows([path], reader), FIRST_ROWS))
+    def rows(self, path: Path, reader: str | None) -> Iterator[FileRow]:
+        """The rows of a data file. Raises UserError."""
+        return file_rows([path], reader)
+
+    def tokenizer(self, directory: Path) -> PromptTokenizer | None:
+        """The tokenizer in a directory, as the feeder loads it; None where it cannot be told.
+
+        Raises:
+            UserError: it is broken.
+        """
+        if not ThisMachine.installed(self, "transformers") or not self.names(directory):
+            return None
+        # Imported here: the packages that read tokenizers come with the trainer's.
+        from meshrl.trainer.data.prompt_tokenizer import load_prompt_tokenizer
+
+        return load_prompt_tokenizer(directory)
 
     def check_gym(self, gym: ReasoningGymConfig) -> None:
         """Try the names and options of its tasks, where the package is installed. Raises ConfigError."""
         if ThisMachine.installed(self, PACKAGE):
             check(gym)
 
-    def tensors(self, model: Path) -> frozenset[str] | None:
-        """Full names of the tensors of a checkpoint; None where they cannot be told."""
-        names: list[str] = []
+    def tensors(self, model: Path) -> Mapping[str, tuple[int, ...]] | None:
+        """Shapes of the tensors of a checkpoint by their full names; None where they cannot be told."""
         index = self.json(model / "model.safetensors.index.json").get("weight_map")
-        if isinstance(index, dict):
-            names = list(index)
-        elif (single := model / "model.safetensors").is_file():
-            with suppress(OSError, ValueError):
-                names = list(read_header(single)[0])
-        return frozenset(names) or None
+        files = {*index.values()} if isinstance(index, dict) else {"model.safetensors"}
+        try:
+            found = [self.shapes(model / file) for file in files]
+        except UserError:
+            return None
+        return {name: shape for shapes in found for name, shape in shapes.items()} or None
+
+    def shapes(self, file: Path) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the tensors of a file of weights.
+
+        Raises:
+            UserError: it is no such file, or not all of one.
+        """
+        try:
+            header, begin = read_header(file)
+            ends = [int(entry["data_offsets"][1]) for entry in header.values()]
+            shapes = {name: tuple(map(int, entry["shape"])) for name, entry in header.items()}
+            size = file.stat().st_size
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            with suppress(OSError), file.open("rb") as opened:
+                if opened.read(len(LFS)) == LFS:
+                    raise UserError(
+                        f"{file} is a pointer of git-lfs; want the weights: git lfs pull"
+                    ) from error
+            raise UserError(f"{file}: no readable weights: {error}") from error
+        if size != begin + max(ends, default=0):
+            raise UserError(
+                f"{file} has {size} bytes, and its header says {begin + max(ends, default=0)}: copy it again"
+            )
+        return shapes
 
     @property
     def no_sandbox(self) -> str:
@@ -314,6 +371,11 @@ class AssumedMachine(ThisMachine):
         given = self._assumed.programs.get(name)
         return super().program(name) if given is None else given
 
+    def tried(self, command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:
+        """Nothing of a program that is assumed; else as here."""
+        assumed = command[0] in self._assumed.programs
+        return "" if assumed else super().tried(command, env, timeout_s)
+
     @property
     def no_sandbox(self) -> str:
         """As the program `bwrap` is assumed, else as here."""
@@ -346,13 +408,22 @@ class AssumedMachine(ThisMachine):
             return json.dumps(assumed.models[path.parent])
         return assumed.files[path] if path in assumed.files else super().text(path)
 
-    def first_rows(self, path: Path, reader: str | None) -> list[FileRow]:
+    def rows(self, path: Path, reader: str | None) -> Iterator[FileRow]:
         """As assumed, else those of the file."""
         rows = self._assumed.rows.get(path)
         if rows is None:
-            return super().first_rows(path, reader)
-        return [FileRow(f"{path}:{number}", row) for number, row in enumerate(rows, start=1)]
+            return super().rows(path, reader)
+        numbered = enumerate(rows, start=1)
+        return (FileRow(f"{path}:{number}", row) for number, row in numbered)
 
-    def tensors(self, model: Path) -> frozenset[str] | None:
+    def tokenizer(self, directory: Path) -> PromptTokenizer | None:
+        """Not told of an assumed model."""
+        return None if directory in self._assumed.models else super().tokenizer(directory)
+
+    def tensors(self, model: Path) -> Mapping[str, tuple[int, ...]] | None:
         """Not told of an assumed model."""
         return None if model in self._assumed.models else super().tensors(model)
+
+    def shapes(self, file: Path) -> Mapping[str, tuple[int, ...]]:
+        """Not told of an assumed model."""
+        return {} if file.parent in self._assumed.models else super().shapes(file)

@@ -43,7 +43,7 @@ class RunConfig(Config):
     """Letters, digits, `.`, `_`, `-`; empty takes the name of the recipe's file."""
     dir: Path | None = None
     """Logs, queue, checkpoints, metrics; null is `runs/<run.name>`."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=-(1 << 63), lt=1 << 63)
     """Seeds the samplers, the trainer and everything else that draws, with the names of rows, which begin with the
     run's: two runs of other names sample differently."""
     trace: float = Field(default=0.0, ge=0, le=1)

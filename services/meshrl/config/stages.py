@@ -271,9 +271,9 @@ def train_spec(recipe: Recipe) -> RunSpec:
     )
 
 
-def vocabulary(recipe: Recipe) -> int:
+def vocabulary(recipe: Recipe, machine: ThisMachine | None = None) -> int:
     """How many tokens the policy knows; 0 where its checkpoint is on other machines, or does not say it."""
-    config = ThisMachine().json(recipe.model.path / "config.json")
+    config = (machine or ThisMachine()).json(recipe.model.path / "config.json")
     size = (config.get("text_config") or config).get("vocab_size")
     return size if isinstance(size, int) and 0 < size <= ANY_TOKEN else 0
 

@@ -19,11 +19,16 @@ from meshrl.launcher.run_directory import FINISHED_NAME
 from meshrl.trainer.trajectories.files import FOLDER, file_of
 from meshrl.trainer.trajectories.table import schema
 
+from ...small_checkpoint import write_tokenizer, write_weights
+
 ROOT = Path(__file__).parents[3]
 NOTEBOOK = ROOT / "docs" / "examples" / "train.ipynb"
-RECIPE = (
-    "model: {path: model}\ndata: {train_files: [train.jsonl]}\ntrainer: {total_training_steps: 2}\n"
-)
+RECIPE = """
+model: {path: model}
+data: {train_files: [train.jsonl]}
+reward: {functions: [{name: exact_match}]}
+trainer: {total_training_steps: 2}
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +44,8 @@ def checkpoint(path: Path) -> None:
     path.mkdir(parents=True)
     shape = {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 2048}
     (path / "config.json").write_text(json.dumps(shape | {"model_type": "qwen3"}))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (path / name).write_text("{}")
+    write_weights(path / "model.safetensors")
+    write_tokenizer(path)
 
 
 def leave_a_run(directory: Path, steps: int = 2) -> None:

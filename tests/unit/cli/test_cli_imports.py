@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ...small_checkpoint import write_tokenizer, write_weights
+
 RECIPE = """
 model: {path: model}
 data: {train_files: [train.jsonl]}
@@ -42,8 +44,8 @@ def test_neither_help_nor_config_imports_torch(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     config = '{"architectures": ["LlamaForCausalLM"]}'
     (tmp_path / "model" / "config.json").write_text(config)
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    (tmp_path / "model" / "model.safetensors").write_text("")
+    write_tokenizer(tmp_path / "model")
+    write_weights(tmp_path / "model" / "model.safetensors")
     done = subprocess.run(
         [sys.executable, "-c", SHOW, *COMMANDS],
         cwd=tmp_path,

@@ -14,6 +14,8 @@ from meshrl.cli import main
 from meshrl.cli.commands.init import SKELETON
 from meshrl.config import load_recipe
 
+from ...small_checkpoint import write_tokenizer, write_weights
+
 Command = Callable[..., tuple[int, str, str]]
 
 
@@ -33,8 +35,8 @@ def init(
             }
         )
     )
-    for name in ("model.safetensors", "tokenizer.json"):
-        Path("model", name).write_text("{}")
+    write_weights(Path("model/model.safetensors"))
+    write_tokenizer(Path("model"))
     Path("train.jsonl").write_text('{"prompt": "2+3?", "answer": "5"}\n' * 32)
 
     def run(*arguments: str) -> tuple[int, str, str]:

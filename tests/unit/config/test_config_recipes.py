@@ -17,6 +17,8 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import OnUpdate
 from meshrl.transferqueue.model.specs import Quota, check_spec
 
+from ...small_checkpoint import write_tokenizer, write_weights
+
 MINIMAL = "model: {path: model}\n"
 
 
@@ -357,8 +359,8 @@ class TestChecksOfTheWholeRecipe:
         Path("model").mkdir()
         config = {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 2048}
         Path("model/config.json").write_text(json.dumps(config))
-        Path("model/model.safetensors").write_text("")
-        Path("model/tokenizer.json").write_text("")
+        write_weights(Path("model/model.safetensors"))
+        write_tokenizer(Path("model"))
         Path("train.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
         Path("mine.py").write_text("def compute_score(**sample):\n    return 0.0\n")
 

@@ -14,6 +14,8 @@ from meshrl.config.loading import Written
 from meshrl.config.machine import AssumedMachine, Assumptions
 from meshrl.contract.errors import ConfigError
 
+from ...small_checkpoint import write_tokenizer, write_weights
+
 ROOT = Path(__file__).parents[3]
 READS = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 1024, "longest_edge": 65_536}}
 
@@ -21,8 +23,8 @@ READS = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 1024, "lon
 def checkpoint(path: Path, **preprocessor: Any) -> Path:
     """What `config check` reads of a model; without `preprocessor`, one of text."""
     path.mkdir()
-    (path / "model.safetensors").touch()
-    (path / "tokenizer.json").write_text("{}")
+    write_weights(path / "model.safetensors")
+    write_tokenizer(path)
     config: dict[str, Any] = {"model_type": "qwen3_vl", "num_attention_heads": 4}
     if preprocessor:
         config |= {"image_token_id": 7, "vision_config": {"spatial_merge_size": 2}}

@@ -45,6 +45,11 @@ QWEN_32B = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 32768,
 }
+SMALL = """
+model: {path: small}
+data: {train_files: [train.jsonl]}
+reward: {functions: [{name: exact_match}]}
+"""
 HALF = ("model.param_dtype=bfloat16", "model.enable_gradient_checkpointing=true")
 WITH_REFERENCE = "actor.use_kl_loss=true"
 TURNS = "placement.colocate=time_sliced"
@@ -299,7 +304,7 @@ def test_what_does_not_fit_is_refused_in_one_line(
     tmp_path: Path, gpus: int, overrides: tuple[str, ...], line: str
 ) -> None:
     path = tmp_path / "my.yaml"
-    path.write_text("model: {path: small}\ndata: {train_files: [train.jsonl]}\n")
+    path.write_text(SMALL)
     with pytest.raises(ConfigError) as refused:
         load_recipe(path, overrides, machine=machine(gpus))
     (said,) = str(refused.value).splitlines()
@@ -380,12 +385,12 @@ def test_the_driver_is_asked_for_what_cuda_would_see(visible: str | None, ids: l
 
 
 def test_config_check_prints_the_table_and_loads_no_torch(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_text("model: {path: small}\ndata: {train_files: [t.jsonl]}\n")
+    (tmp_path / "my.yaml").write_text(SMALL)
     assumed = {
         "gpus": 8,
         "gpu_memory_gib": 80,
         "models": {"small": QWEN_05B},
-        "rows": {"t.jsonl": [{"prompt": "1+1?", "answer": "2"}]},
+        "rows": {"train.jsonl": [{"prompt": "1+1?", "answer": "2"}]},
     }
     (tmp_path / "there.yaml").write_text(json.dumps(assumed))
     source = (

@@ -21,6 +21,8 @@ from meshrl.config.recipe import Recipe
 from meshrl.config.run_record import RecordedRun, begin, changes_accepted, mark_fed
 from meshrl.contract.errors import MeshError, UserError
 
+from ...small_checkpoint import write_tokenizer
+
 TEXT = """
 run: {name: my}
 model: {path: model}
@@ -47,7 +49,7 @@ def write_model(path: Path, width: int = 8, value: float = 0.5) -> None:
         struct.pack("<Q", len(header)) + header.encode() + weights
     )
     (path / "config.json").write_text(json.dumps({"hidden_size": width, "num_hidden_layers": 2}))
-    (path / "tokenizer.json").write_text("{}")
+    write_tokenizer(path)
     (path / "chat_template.jinja").write_text("{{ messages }}")
 
 
@@ -269,7 +271,7 @@ EDITS: Sequence[tuple[str, Callable[[], None]]] = [
     ("data.train_files: ", edited("train.jsonl", '{"prompt": "?", "answer": 7}\n')),
     ("data.val_files: ", edited("held_out.jsonl", '{"prompt": "?", "answer": 7}\n')),
     ("model.path: ", edited("model/chat_template.jinja", "{{ 1 }}")),
-    ("model.path: ", edited("model/tokenizer.json", "[]")),
+    ("model.path: ", lambda: write_tokenizer(Path("model"), ["<eos>"])),
     ("model.path: ", lambda: write_model(Path("model"), value=0.25)),
     ("reward.custom_reward_function.path: ", edited("reward.py", "def compute_score(*a): ...\n")),
 ]

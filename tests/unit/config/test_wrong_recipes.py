@@ -14,6 +14,8 @@ from meshrl.config.loading import Written
 from meshrl.config.machine import AssumedMachine, Assumptions, ThisMachine
 from meshrl.contract.errors import ConfigError
 
+from ...small_checkpoint import write_tokenizer, write_weights
+
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):
     return scale * (solution_str == ground_truth)
@@ -97,6 +99,7 @@ MACHINE = {
 RECIPE = """
 model: {path: model}
 data: {train_files: [train.jsonl], max_prompt_length: 512, max_response_length: 512}
+reward: {functions: [{name: exact_match}]}
 """
 OWN = "reward.custom_reward_function"
 CORRECTION = "algorithm.rollout_correction"
@@ -111,7 +114,7 @@ WRONG: list[tuple[str, str]] = [
         "data.prompt_key=question",
         "data.train_files.0: train.jsonl:1: no 'question' (data.prompt_key); the row has prompt, answer",
     ),
-    ("data.train_files=[empty.jsonl]", "data.train_files.0: empty.jsonl has no rows"),
+    ("data.train_files=[empty.jsonl]", "data.train_files.0: no prompts in empty.jsonl: want rows"),
     (
         "data.train_files=[unanswered.jsonl]",
         "data.train_files.0: unanswered.jsonl:1: no 'answer'; the row has prompt; say where the answer is"
@@ -551,11 +554,8 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(MIXTURE if name == "mixture" else QWEN))
-        Path(name, "tokenizer.json").write_text("{}")
-        Path(name, "tokenizer_config.json").write_text("{}")
-        header = json.dumps({tensor: {} for tensor in (*qk, *more)}).encode()
-        size = len(header).to_bytes(8, "little")
-        Path(name, "model.safetensors").write_bytes(size + header)
+        write_tokenizer(Path(name))
+        write_weights(Path(name, "model.safetensors"), [*qk, *more])
 
 
 TENSOR = ["trainer.nproc=4", "trainer.parallel.tensor=4"]

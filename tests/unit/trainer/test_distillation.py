@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from meshrl.trainer.model.policy import random_hf
 from meshrl.trainer.ranks.world import World
 from meshrl.trainer.reference.model import ReferenceModel
 
+from ...small_checkpoint import write_tokenizer, write_weights
 from . import named_algorithms, tiny
 
 PROMPT, ANSWER, ROWS = named_algorithms.PROMPT, 6, 32
@@ -175,18 +175,18 @@ class TestChecks:
     @pytest.fixture(autouse=True)
     def _files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
-        Path("my.yaml").write_text("model: {path: model}\ndata: {train_files: [train.jsonl]}\n")
-        Path("train.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
+        Path("my.yaml").write_text(
+            "model: {path: model}\ndata: {train_files: [train.jsonl]}\nreward: {functions: [{name: exact_match}]}\n"
+        )
+        Path("train.jsonl").write_text('{"prompt": "ab", "answer": "2"}\n')
         words = {"model": ["a", "b"], "same": ["a", "b"], "larger": ["a", "b", "c"]}
         for name, vocabulary in {**words, "other": ["b", "a"], "bare": []}.items():
             Path(name).mkdir()
             Path(name, "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
-            Path(name, "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+            write_weights(Path(name, "model.safetensors"))
             if vocabulary:
-                known = {"vocab": {word: n for n, word in enumerate(vocabulary)}}
-                added = [{"id": len(vocabulary), "content": "<eos>"}] if name != "larger" else []
-                text = json.dumps({"model": known, "added_tokens": added})
-                Path(name, "tokenizer.json").write_text(text)
+                added = ["<eos>"] if name != "larger" else []
+                write_tokenizer(Path(name), added, vocabulary=vocabulary)
 
     def said(self, *overrides: str) -> str:
         with pytest.raises(ConfigError) as caught:

@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from meshrl.common.checks import Loc, Problem, check_directory, dotted, missing_file
 from meshrl.common.config import Machine
+from meshrl.common.plain_text import counted
 from meshrl.contract.errors import UserError
 from meshrl.trainer.config import ActorConfig, DataConfig, ModelConfig, TrainerConfig
-from meshrl.trainer.data.files import FileRow, has_reader, readable_files
+from meshrl.trainer.data.files import has_reader, readable_files
 from meshrl.trainer.data.prompt_streams import source_of
-from meshrl.trainer.data.prompts import PromptRow, own_answer, read_prompt_row
+from meshrl.trainer.data.prompts import (
+    PromptTokenizer,
+    fitted,
+    no_prompts,
+    own_answer,
+    read_prompt_row,
+    tokenised,
+)
 from meshrl.trainer.data.reasoning_gym import PACKAGE, ReasoningGymConfig
 from meshrl.trainer.model.untrainable import WANTED, refusal
 
 CHECKPOINT = "a Hugging Face checkpoint (config.json, *.safetensors, tokenizer)"
 _EXPERTS = re.compile(r"\.experts\.")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings")
+"""Last words of the names of input and output embeddings, whose weights the trainer reads past their forward."""
+FIRST_ROWS = 8
+"""Rows that are read of each data file: a wrong column or schema shows in the first one."""
+MOST_ROWS = 256
+"""Rows that are read to find one that is not too long."""
 ROUTER_BIAS = "e_score_correction_bias"
 """What a router adds to its scores to choose experts, in transformers' models."""
 
@@ -60,14 +76,20 @@ def _adapters(model: ModelConfig, machine: Machine) -> Iterator[Problem]:
         except re.error as error:
             yield ("model", key), f"model.{key}: {pattern!r} is no regular expression: {error}"
             return
-    if tensors is None or targets == "all-linear":
-        return
     at: Loc = ("model", "target_modules")
-    modules = {name.removesuffix(".weight") for name in tensors if name.endswith(".weight")}
+    if not targets:
+        yield at, "model.target_modules is empty: want names of modules, or all-linear"
+    if tensors is None:
+        return
+    shapes = {
+        name.removesuffix(".weight"): shape
+        for name, shape in tensors.items()
+        if name.endswith(".weight")
+    }
     experts = {name for name in tensors if _EXPERTS.search(name)}
-    if experts and not model.exclude_modules:
+    if experts and not model.exclude_modules and targets != "all-linear":
         mixtures = {_EXPERTS.split(name)[0] for name in experts}
-        routers = {f"{name}.gate" for name in mixtures} & modules  # one tensor, too
+        routers = {f"{name}.gate" for name in mixtures} & shapes.keys()  # one tensor, too
         shared = {name.removesuffix(".weight") for name in experts} | routers
         shared |= {f"{name}.experts" for name in mixtures}
         for target in [targets] if isinstance(targets, str) else targets:
@@ -77,16 +99,26 @@ def _adapters(model: ModelConfig, machine: Machine) -> Iterator[Problem]:
                     f"model.target_modules: {target!r} names experts, which share one tensor and get no adapter;"
                     " want modules of the attention, or all-linear",
                 )
-    # Mixtures are not looked through: transformers fuses their tensors under other names.
-    for target in () if experts or isinstance(targets, str) else targets:
-        if not any(_is_target(name, target, targets) for name in modules):
-            last = sorted({name.rpartition(".")[2] for name in modules})
-            near = difflib.get_close_matches(target, last, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            yield (
-                at,
-                f"model.target_modules: the model has no module {target!r}{hint} (it has {', '.join(last)})",
-            )
+    # Mixtures and models of pictures are not looked through: transformers gives their tensors other names.
+    if experts or "vision_config" in machine.json(model.path / "config.json"):
+        return
+    linear = {n for n, shape in shapes.items() if len(shape) > 1 and not n.endswith(EMBEDDINGS)}
+    last = sorted({name.rpartition(".")[2] for name in linear})
+    for key in ("target_modules", "exclude_modules"):
+        named = getattr(model, key)
+        for target in [named] if isinstance(named, str) else named:
+            found = {name for name in shapes if _is_target(name, target, named)}
+            if target == "all-linear" or (found and (found <= linear or key == "exclude_modules")):
+                continue
+            what = f"the model has no module {target!r}"
+            if found:
+                other = min(found - linear)
+                what = f"{target!r} names {other}, which is no linear layer and gets no adapter"
+            elif isinstance(named, str) and any(_is_target(name, target, ()) for name in shapes):
+                what = f"{target!r} is a pattern of full names, and no module has this one; did you mean [{target}]?"
+            elif near := difflib.get_close_matches(target, last, n=1):
+                what += f"; did you mean {near[0]!r}?"
+            yield ("model", key), f"model.{key}: {what} (it has {', '.join(last)})"
 
 
 def _is_target(module: str, target: str, targets: str | tuple[str, ...]) -> bool:
@@ -105,10 +137,48 @@ def check_checkpoint(at: Loc, path: Path, machine: Machine) -> Iterator[Problem]
     names = machine.names(path)
     if "config.json" not in names:
         yield at, f"{dotted(at)}: {path} has no config.json; want {CHECKPOINT}"
-    elif not any(name.endswith((".safetensors", ".bin")) for name in names):
-        yield at, f"{dotted(at)}: {path} has no weights (*.safetensors); want {CHECKPOINT}"
     elif not machine.json(path / "config.json"):
         yield at, f"{dotted(at)}: {path / 'config.json'} is no JSON object; want {CHECKPOINT}"
+    else:
+        try:
+            _check_weights(path, machine)
+        except UserError as error:
+            yield at, f"{dotted(at)}: {error}"
+
+
+def _check_weights(path: Path, machine: Machine) -> None:
+    """Raises UserError where the files of weights are not those that are read, or not all of them."""
+    names = machine.names(path)
+    if INDEX not in names and WEIGHTS not in names:
+        pickled = next((name for name in names if name.endswith(".bin")), None)
+        if pickled is None:
+            raise UserError(f"{path} has no weights ({WEIGHTS}); want {CHECKPOINT}")
+        raise UserError(
+            f"{path} has its weights in {pickled}, and only {WEIGHTS} is read: write it with transformers,"
+            f" AutoModelForCausalLM.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+        )
+    listed = machine.json(path / INDEX).get("weight_map")
+    if INDEX not in names:
+        machine.shapes(path / WEIGHTS)
+        return
+    if not isinstance(listed, dict) or not listed:
+        raise UserError(
+            f"{path / INDEX} has no weight_map; want the index that came with the weights"
+        )
+    files = sorted({str(file) for file in listed.values()})
+    if gone := [file for file in files if file not in names]:
+        raise UserError(
+            f"{path} lacks {len(gone)} of the {len(files)} files that {INDEX} names, as {gone[0]}: want all"
+        )
+    for file in files:
+        found = {name for name in machine.shapes(path / file) if not name.endswith(".inv_freq")}
+        wanted = {name for name, of in listed.items() if of == file}
+        if different := sorted(wanted - found) or sorted(found - wanted):
+            fault = "lacks" if wanted - found else f"has beside what {INDEX} names"
+            raise UserError(
+                f"{path / file} {fault} {counted(len(different), 'tensor')}, as {different[0]}: want the index and"
+                " the files of one checkpoint"
+            )
 
 
 def check_trainable(at: Loc, path: Path, machine: Machine) -> Iterator[Problem]:
@@ -224,11 +294,16 @@ def check_experts(actor: ActorConfig, model: ModelConfig, machine: Machine) -> I
 class DataUse:
     """What other sections make of the data."""
 
-    tokenizer: Path
+    tokenizer: PromptTokenizer | None
+    """None: it is elsewhere, or wrong."""
+    vocabulary: int
+    """Tokens that the model knows; 0: not known."""
     pictures: bool
     """The model reads pictures."""
     own_answers: bool
     """The algorithm learns from the data's answers."""
+    unscored: Callable[[str], str]
+    """Why the reward cannot score rows of a `data_source`; empty where it can."""
     test_freq: int
 
 
@@ -273,7 +348,7 @@ def _gym(
 ) -> Iterator[Problem]:
     """Names and options of the tasks, and what keeps their levels."""
     at: Loc = ("data", "reasoning_gym")
-    if gym.chat and not _has_chat_template(use.tokenizer, machine):
+    if gym.chat and use.tokenizer is not None and not use.tokenizer.chat_template:
         yield (
             (*at, "chat"),
             f"{dotted(at)}.chat: the tokenizer has no chat template; set it to false",
@@ -308,36 +383,31 @@ def _rows(
     machine: Machine,
     weights: Mapping[str, float],
 ) -> Iterator[Problem]:
-    """The first fault of the first rows; a reader of the user's own is not run here."""
+    """The first fault of the first rows, read as the feeder does; a reader of the user's own is not run here.
+
+    Where they are all too long, more rows are read, up to one that is not.
+    """
+    lengths, left = list[int](), False
     try:
-        rows = machine.first_rows(path, data.reader)
-        if not rows:
-            yield at, f"{dotted(at)}: {path} has no rows"
-        for row in rows:
-            read = _checked_row(row, data, use, machine)
+        for index, source in enumerate(islice(machine.rows(path, data.reader), MOST_ROWS)):
+            if left and index >= FIRST_ROWS:
+                break
+            row = read_prompt_row(source, data, pictures=use.pictures)
             if at[1] == "train_files" and use.own_answers:
-                own_answer(read.response, row.where, data)
+                own_answer(row.response, row.where, data)
             if weights:
-                source_of(row.where, read.data_source, weights)
+                source_of(row.where, row.data_source, weights)
+            if why := use.unscored(row.data_source):
+                raise UserError(f"{row.where}: {why}")
+            if use.tokenizer is None:
+                lengths.append(0)
+                left = True
+                continue
+            prompt = tokenised(index, row, data, use.tokenizer, None, use.vocabulary)
+            lengths.append(len(prompt.prompt_ids))
+            left = left or fitted(prompt, data) is not None
+        if not left and len(lengths) < MOST_ROWS:
+            raise no_prompts([path], lengths, data)
     except (UserError, UnicodeDecodeError) as error:
         text = f"{path}: not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
         yield at, f"{dotted(at)}: {text}"
-
-
-def _checked_row(row: FileRow, data: DataConfig, use: DataUse, machine: Machine) -> PromptRow:
-    read = read_prompt_row(row, data, pictures=use.pictures)
-    if isinstance(read.prompt, str):
-        if not read.prompt:
-            raise UserError(f"{row.where}: the prompt is empty")
-    elif not _has_chat_template(use.tokenizer, machine):
-        raise UserError(f"{row.where}: the prompt is a chat and the tokenizer has no chat template")
-    return read
-
-
-def _has_chat_template(tokenizer: Path, machine: Machine) -> bool:
-    """True also where it cannot be told."""
-    names = machine.names(tokenizer)
-    if "tokenizer_config.json" not in names:
-        return True
-    beside = "chat_template.jinja" in names or "chat_template.json" in names
-    return beside or bool(machine.json(tokenizer / "tokenizer_config.json").get("chat_template"))

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from meshrl.common.config import Config, Machine
+from meshrl.common.config import Config, Machine, Seed
 from meshrl.trainer.algorithms.options import with_options
 from meshrl.trainer.data.reasoning_gym import ReasoningGymConfig
 from meshrl.trainer.learner.optimizer_config import OptimConfig
@@ -225,7 +225,7 @@ class DataConfig(Config):
     """Shares of several data sets: by `data_source`, or by file as in `train_files`. An epoch asks as many prompts as
     there are rows, of each source its share; a source's prompts come in a seeded order, none again before all others.
     Empty: an epoch asks each prompt once."""
-    seed: int = 0
+    seed: Seed = 0
 
 
 class KlControlConfig(Config):

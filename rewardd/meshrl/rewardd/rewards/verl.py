@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 from meshrl.common import config
@@ -56,11 +57,29 @@ SCORERS: dict[str, Any] = {
 """data_source to reward module. Names that begin with `aime` go to math_dapo, programs to code (needs a sandbox)."""
 
 
+NO_SOURCE = "the row has no data_source, by which the reward verl finds its scorer"
+
+
 class Config(config.Config):
     """The data_source decides; this says how."""
 
     conventions: Conventions = "meshrl"
     """`meshrl`: strict, and right as far as we know; `verl`: verl's numbers, its mistakes included."""
+
+
+def scorer_of(data_source: str) -> Any:
+    """The reward module of a data_source. Raises UserError where there is none."""
+    scorer = math_dapo if data_source.startswith("aime") else SCORERS.get(data_source)
+    if scorer is None:
+        within = [known for known in SCORERS if data_source.lower() in known.lower()]
+        near = within[:1] or difflib.get_close_matches(data_source, SCORERS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        found = f"no scorer for data_source {data_source!r}{hint}" if data_source else NO_SOURCE
+        raise UserError(
+            f"{found} (known: {', '.join(SCORERS)}, aime*); "
+            "name one in reward.functions or reward.custom_reward_function"
+        )
+    return scorer
 
 
 def compute_score(
@@ -75,12 +94,7 @@ def compute_score(
     Raises:
         UserError: no scorer is known for it.
     """
-    scorer = math_dapo if data_source.startswith("aime") else SCORERS.get(data_source)
-    if scorer is None:
-        raise UserError(
-            f"no scorer for data_source {data_source!r} (known: {', '.join(SCORERS)}, aime*); "
-            "name one in reward.functions or reward.custom_reward_function"
-        )
+    scorer = scorer_of(data_source)
     options = {} if scorer is code else {"conventions": config.conventions}
     result: float | dict[str, Json] = scorer.compute_score(
         data_source, solution_str, ground_truth, extra_info, scorer.Config(**options)

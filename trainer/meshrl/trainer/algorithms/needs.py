@@ -109,8 +109,8 @@ def estimator_needs(algorithm: AlgorithmConfig) -> tuple[str, ...]:
     return tuple(plugins.constant(ADVANTAGES, algorithm.adv_estimator, "NEEDS", ()))
 
 
-def cannot_learn(algorithm: AlgorithmConfig, actor: ActorConfig, *, rows: int) -> str:
-    """Why groups of `rows` rows give no gradient; empty where they may."""
+def cannot_learn(algorithm: AlgorithmConfig, actor: ActorConfig, *, rows: int, greedy: bool) -> str:
+    """Why groups of `rows` rows, `greedy` ones alike, give no gradient; empty where they may."""
     if algorithm.distillation.weight or "data_answers" in estimator_needs(algorithm):
         return ""  # a teacher judges each token of a row; the data's answer makes a pair of it
     alone = rows == 1 and algorithm.conventions != "verl"
@@ -119,6 +119,11 @@ def cannot_learn(algorithm: AlgorithmConfig, actor: ActorConfig, *, rows: int) -
         return (
             f"algorithm.adv_estimator {name} compares the rows of a group, and a group of one row has advantage 0:"
             " nothing is learned; raise rollout.n"
+        )
+    if greedy and rows > 1 and plugins.constant(ADVANTAGES, name, "GROUP_BASELINE", False):
+        return (
+            f"algorithm.adv_estimator {name} compares the rows of a group, and greedy ones are all alike: nothing is"
+            " learned; want rollout.temperature above 0, and rollout.top_k other than 1"
         )
     if rows == 1 and plugins.constant(LOSSES, loss_name(algorithm, actor), "WHOLE_GROUPS", False):
         return (

@@ -11,6 +11,8 @@ beside the data file. In the prompt it stands where the text says `<image>`, or 
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ HINTS = {
     "tools": "name tools in rollout.program_options",
     "videos": "no model reads videos here: write frames as a list of pictures in 'images', with <image> for each",
 }
+WRITTEN_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+"""The beginning of JSON or of Python's own form, which a csv file has for a list."""
 UNUSABLE = (*MEDIA, "tools")
 """Columns of a row that belong to its prompt in other data sets, and that a text prompt cannot hold."""
 
@@ -39,6 +43,21 @@ def refuse_unusable(
             if key == "images" and what == "prompts":
                 hint = "model.path reads text only"
             raise UserError(f"{where}: {key!r} cannot be used ({hint}); leave the column out")
+
+
+def refuse_what_json_lacks(value: object, where: str, key: str) -> None:
+    """Raises UserError when JSON, as which a task travels, has no form for what stands in column `key`."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        if isinstance(value, Mapping | list | tuple):
+            named = value.items() if isinstance(value, Mapping) else enumerate(value)
+            for name, part in named:
+                refuse_what_json_lacks(part, where, f"{key}.{name}")
+        raise UserError(
+            f"{where}: {key!r} is {value!r:.60} ({type(value).__name__}), want text, a number, true, false, a list or"
+            " an object"
+        ) from error
 
 
 def read_text(value: object, where: str, key: str, *, pictures: bool = False) -> str:
@@ -109,6 +128,10 @@ def read_prompt(
         UserError: as `read_text` and `read_messages` do.
     """
     if isinstance(value, str):
+        if WRITTEN_MESSAGES.match(value):
+            raise UserError(
+                f"{where}: {key!r} is a list of messages written as text, want the list itself (parquet or jsonl)"
+            )
         return read_text(value, where, key)
     return read_messages(value, where, key, pictures=pictures)
 

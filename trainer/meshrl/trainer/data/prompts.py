@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ from meshrl.trainer.data.messages import (
     pictures_of,
     read_prompt,
     refuse_unusable,
+    refuse_what_json_lacks,
 )
 
 
@@ -96,31 +97,49 @@ def load_prompts(
     tokenizer: PromptTokenizer,
     made: Iterable[FileRow] = (),
     images: ImageProcessor | None = None,
+    vocabulary: int = 0,
 ) -> PromptSet:
     """Read, template and tokenise every row of `files`, then those that code has `made`.
 
-    `images` reads the pictures of rows, where the model does.
+    Args:
+        files: Data files.
+        config: How rows are read.
+        tokenizer: The policy's.
+        made: Rows of `data.reasoning_gym`.
+        images: Reads the pictures of rows, where the model does.
+        vocabulary: Tokens that the model knows; 0: not known.
 
     Raises:
         UserError: a malformed row or one that is too long and not to be skipped (names file and row), or no
             prompt is left.
     """
     prompts: list[Prompt] = []
-    skipped = 0
+    too_long: list[int] = []
     digest = hashlib.blake2b(digest_size=8)
     for index, row in enumerate(itertools.chain(file_rows(files, config.reader), made)):
-        prompt = _prompt(index, row, config, tokenizer, images)
-        if len(prompt.prompt_ids) > config.max_prompt_length and config.filter_overlong_prompts:
-            skipped += 1
+        read = read_prompt_row(row, config, pictures=images is not None)
+        whole = tokenised(index, read, config, tokenizer, images, vocabulary)
+        prompt = fitted(whole, config)
+        if prompt is None:
+            too_long.append(len(whole.prompt_ids))
             continue
-        prompt = _truncated(prompt, row.where, config)
         digest.update(prompt.prompt_ids.tobytes() + b"|")
         digest.update("".join(each.sha256 for each in prompt.media).encode())
         prompts.append(prompt)
     if not prompts:
-        names = ", ".join(map(str, files)) or "data.reasoning_gym"
-        raise UserError(f"no prompts in {names} ({skipped} longer than {config.max_prompt_length})")
-    return PromptSet(prompts=tuple(prompts), skipped=skipped, fingerprint=digest.hexdigest())
+        raise no_prompts(files, too_long, config)
+    return PromptSet(prompts=tuple(prompts), skipped=len(too_long), fingerprint=digest.hexdigest())
+
+
+def no_prompts(files: Sequence[Path], too_long: Collection[int], config: DataConfig) -> UserError:
+    """The refusal of `files` of which no prompt is left; `too_long` are the lengths of those left out."""
+    names = ", ".join(map(str, files)) or "data.reasoning_gym"
+    if not too_long:
+        return UserError(f"no prompts in {names}: want rows")
+    return UserError(
+        f"no prompts in {names}: each has more tokens than data.max_prompt_length {config.max_prompt_length}; want"
+        f" at least {min(too_long)} there"
+    )
 
 
 def task_maker(
@@ -152,6 +171,8 @@ def task_maker(
 class PromptRow:
     """A row as it was read, not tokenised yet."""
 
+    where: str
+    """`file:row`."""
     prompt: str | tuple[Message, ...]
     ground_truth: Json
     extra_info: Mapping[str, Json]
@@ -183,8 +204,11 @@ def read_prompt_row(source: FileRow, config: DataConfig, *, pictures: bool = Fal
     extra_info = row.get("extra_info") or {}
     if not isinstance(extra_info, Mapping):
         raise UserError(f"{where}: extra_info is {type(extra_info).__name__}, want an object")
-    answer = _ground_truth(source, config)
+    key, answer = _ground_truth(source, config)
+    refuse_what_json_lacks(answer, where, key)
+    refuse_what_json_lacks(extra_info, where, "extra_info")
     return PromptRow(
+        where=where,
         prompt=_introduced(prompt, config),
         media=media,
         ground_truth=answer,
@@ -215,13 +239,13 @@ def _columns(row: Mapping[str, Any]) -> str:
     return f"the row has {', '.join(map(str, row))}"
 
 
-def prompt_text(row: PromptRow, where: str, config: DataConfig, tokenizer: PromptTokenizer) -> str:
-    """What the model reads: the chat template applied. Raises UserError, which names `where`."""
+def prompt_text(row: PromptRow, config: DataConfig, tokenizer: PromptTokenizer) -> str:
+    """What the model reads: the chat template applied. Raises UserError, which names file and row."""
     if isinstance(row.prompt, str):
         return row.prompt
     variables = config.apply_chat_template_kwargs
     messages = with_parts(row.prompt) if row.media else as_dicts(row.prompt)
-    return templated(messages, where, tokenizer, **variables)
+    return templated(messages, row.where, tokenizer, **variables)
 
 
 def prompt_ids(text: str, where: str, tokenizer: PromptTokenizer, *, plain: bool) -> Int32:
@@ -246,22 +270,32 @@ def beginning(tokenizer: PromptTokenizer) -> list[int]:
     return whole[: next((at for at in places if whole[at : at + len(alone)] == alone), 0)]
 
 
-def _prompt(
+def tokenised(
     index: int,
-    source: FileRow,
+    row: PromptRow,
     config: DataConfig,
     tokenizer: PromptTokenizer,
     images: ImageProcessor | None,
+    vocabulary: int = 0,
 ) -> Prompt:
-    row = read_prompt_row(source, config, pictures=images is not None)
+    """A row's prompt in tokens, however long; arguments as of `load_prompts`.
+
+    Raises:
+        UserError: the template refuses it, or a token is none of the model's; names file and row.
+    """
     messages, plain = ((), row.prompt) if isinstance(row.prompt, str) else (row.prompt, "")
-    text = prompt_text(row, source.where, config, tokenizer)
-    ids = prompt_ids(text, source.where, tokenizer, plain=isinstance(row.prompt, str))
+    text = prompt_text(row, config, tokenizer)
+    ids = prompt_ids(text, row.where, tokenizer, plain=isinstance(row.prompt, str))
+    if vocabulary and (largest := int(ids.max())) >= vocabulary:
+        raise UserError(
+            f"{row.where}: the prompt has the token {largest} ({tokenizer.decode([largest])!r:.40}), and the model"
+            f" knows 0 to {vocabulary - 1} (vocab_size of config.json); want the model's own tokenizer"
+        )
     return Prompt(
         index=index,
-        prompt_ids=expanded(ids, row, source.where, images),
+        prompt_ids=expanded(ids, row, images),
         media=row.media,
-        where=source.where,
+        where=row.where,
         messages=messages,
         text=plain,
         data_source=row.data_source,
@@ -271,9 +305,9 @@ def _prompt(
     )
 
 
-def expanded(ids: Int32, row: PromptRow, where: str, images: ImageProcessor | None) -> Int32:
+def expanded(ids: Int32, row: PromptRow, images: ImageProcessor | None) -> Int32:
     """int32[P]: as many tokens for each picture of the row as the model reads. Raises UserError."""
-    return ids if images is None else images.expanded(ids, row.media, where)
+    return ids if images is None else images.expanded(ids, row.media, row.where)
 
 
 def own_answer(response: Json, where: str, config: DataConfig) -> str:
@@ -318,8 +352,12 @@ def check_open(prompt: str | Sequence[Mapping[str, Any]], where: str) -> None:
         raise UserError(f"{where}: the prompt is empty: the user's last message has no text")
 
 
-def _ground_truth(source: FileRow, config: DataConfig) -> Json:
-    """`data.answer_key`, else what the row's schema says. Raises UserError where an answer is required."""
+def _ground_truth(source: FileRow, config: DataConfig) -> tuple[str, Json]:
+    """The answer, behind its column: `data.answer_key`, else what the row's schema says.
+
+    Raises:
+        UserError: there is none, and one is required.
+    """
     row, where, key = source.values, source.where, config.answer_key or "answer"
     there, answer = key in row, row.get(key)
     if config.answer_key is None and row.get("reward_model") is not None:
@@ -334,23 +372,26 @@ def _ground_truth(source: FileRow, config: DataConfig) -> Json:
     elif is_blank(answer) and not source.made:
         problem = "it is empty"
     else:
-        return answer
+        return key, answer
     if config.answer_required:
         raise UserError(
             f"{where}: no {key!r}; {problem}; say where the answer is (data.answer_key), or that tasks have none"
             " (data.answer_required: false)"
         )
-    return answer
+    return key, answer
 
 
-def _truncated(prompt: Prompt, where: str, config: DataConfig) -> Prompt:
+def fitted(prompt: Prompt, config: DataConfig) -> Prompt | None:
+    """The prompt, cut where it is too long; None where it is left out. Raises UserError, which names file and row."""
     ids, limit = prompt.prompt_ids, config.max_prompt_length
     if len(ids) <= limit:
         return prompt
+    if config.filter_overlong_prompts:
+        return None
     match "error" if prompt.media else config.truncation:
         case "error":
             raise UserError(
-                f"{where}: {len(ids)} tokens > data.max_prompt_length {limit}; raise it, or set"
+                f"{prompt.where}: {len(ids)} tokens > data.max_prompt_length {limit}; raise it, or set"
                 " data.filter_overlong_prompts or data.truncation"
             )
         case "left":

@@ -28,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from meshrl.common.config import Config
+from meshrl.common.config import Config, Seed
 from meshrl.common.python_process import start_with
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.data.files import FileRow
@@ -73,7 +73,7 @@ class ReasoningGymConfig(Config):
     """Training prompts of all tasks together."""
     val_size: NonNegativeInt = 100
     """Held-out prompts of all tasks together; their questions are not asked in training."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the tasks and of their order."""
     levels: PositiveInt = 1
     """More than one: that many levels of each task's curriculum, in equal parts; a row's level is

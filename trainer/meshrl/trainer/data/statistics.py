@@ -24,12 +24,12 @@ from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.files import FileRow, rows_of
 from meshrl.trainer.data.prompt_streams import quotas, source_of
 from meshrl.trainer.data.prompts import (
-    PromptRow,
+    Prompt,
     PromptTokenizer,
-    expanded,
-    prompt_ids,
-    prompt_text,
+    fitted,
+    no_prompts,
     read_prompt_row,
+    tokenised,
 )
 
 MOST_SOURCES = 1000
@@ -112,6 +112,7 @@ def scan(
     tokenizer: PromptTokenizer,
     report: Callable[[str], None],
     images: ImageProcessor | None = None,
+    vocabulary: int = 0,
 ) -> SplitStatistics:
     """Read every row of `files`, then those that code has `made`.
 
@@ -122,6 +123,7 @@ def scan(
         config: How rows are read.
         tokenizer: The policy's.
         images: Reads the pictures of rows, where the model does.
+        vocabulary: Tokens that the model knows; 0: not known.
         report: Gets one line for each bad row; a row that is too long is one with `data.truncation: error`.
 
     Raises:
@@ -132,14 +134,12 @@ def scan(
     for row in (*(_good_rows(path, config, split, report) for path in files), made):
         for one in row:
             try:
-                _count(one, split, config, tokenizer, images, weighted)
+                _count(one, split, config, tokenizer, images, weighted, vocabulary)
             except UserError as error:
                 split.bad += 1
                 report(str(error))
-    if not split.rows:
-        raise UserError(
-            f"{name}: no prompts in {', '.join(map(str, files)) or 'data.reasoning_gym'}"
-        )
+    if not split.rows or (split.rows == split.too_long and config.filter_overlong_prompts):
+        raise UserError(f"{name}: {no_prompts(files, split.lengths, config)}")
     if weighted:
         quotas(config.weights, split.weighted)
     return split
@@ -172,19 +172,16 @@ def _count(
     tokenizer: PromptTokenizer,
     images: ImageProcessor | None,
     weighted: bool,
+    vocabulary: int,
 ) -> None:
     """Take a row in. Raises UserError: it is bad."""
     where = source.where
-    row = read_prompt_row(source, config, pictures=images is not None)
-    weight = source_of(where, row.data_source, config.weights) if weighted else None
-    text = prompt_text(row, where, config, tokenizer)
-    ids = prompt_ids(text, where, tokenizer, plain=isinstance(row.prompt, str))
-    length = len(expanded(ids, row, where, images))
+    read = read_prompt_row(source, config, pictures=images is not None)
+    prompt = tokenised(len(split.hashes), read, config, tokenizer, images, vocabulary)
+    weight = source_of(where, prompt.data_source, config.weights) if weighted else None
+    fitted(prompt, config)
+    length = len(prompt.prompt_ids)
     too_long = length > config.max_prompt_length
-    if too_long and config.truncation == "error" and not config.filter_overlong_prompts:
-        raise UserError(
-            f"{where}: {length} tokens > data.max_prompt_length {config.max_prompt_length}"
-        )
     if length > split.longest[0]:
         split.longest = (length, where)
     split.lengths[length] += 1
@@ -193,28 +190,24 @@ def _count(
         split.too_long += 1
         split.first_too_long = split.first_too_long or where
     else:
-        known = row.data_source in split.sources or len(split.sources) < MOST_SOURCES
-        split.sources[row.data_source if known else "others"] += 1
+        known = prompt.data_source in split.sources or len(split.sources) < MOST_SOURCES
+        split.sources[prompt.data_source if known else "others"] += 1
         if weight is not None:
             split.weighted[weight] += 1
     file, _, number = where.rpartition(":")
     if not split.files or split.files[-1][1] != file:
         split.files.append((len(split.hashes), file))
     split.numbers.append(int(number))
-    split.hashes.append(_hash(row))
+    split.hashes.append(_hash(prompt))
 
 
-def _hash(row: PromptRow) -> int:
+def _hash(prompt: Prompt) -> int:
     """64 bits of a prompt without its white space."""
     digest = hashlib.blake2b(digest_size=8)
-    turns = (
-        [("", row.prompt)]
-        if isinstance(row.prompt, str)
-        else [(m.role, m.content) for m in row.prompt]
-    )
-    for role, text in turns:
+    turns = [(message.role, message.content) for message in prompt.messages]
+    for role, text in turns or [("", prompt.text)]:
         digest.update(f"{role}\0{' '.join(text.split())}\0".encode())
-    for media in row.media:
+    for media in prompt.media:
         digest.update(media.sha256.encode())
     return int.from_bytes(digest.digest(), "little")
 

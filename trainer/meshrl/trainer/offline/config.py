@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from meshrl.common.config import Config
+from meshrl.common.config import Config, Seed
 from meshrl.trainer.config import DataFiles, ModelConfig, PolicyLossConfig, TemplateVariables
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 
@@ -46,7 +46,7 @@ class OfflineConfig(Config):
     resume_mode: Literal["auto", "disable"] = "auto"
     """auto goes on from the newest checkpoint."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: int = 0
+    seed: Seed = 0
 
     @property
     def checkpoint_dir(self) -> Path:

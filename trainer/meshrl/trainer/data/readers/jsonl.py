@@ -27,6 +27,13 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _row(path: Path, number: int, line: bytes) -> tuple[int, dict[str, Any]]:
+    begins = line.strip()
+    array = begins == b"[" or begins[:2] == b"[{"
+    if number == 1 and (array or begins == b"{"):
+        what, each = ("array", ".[]") if array else ("object", ".")
+        raise UserError(
+            f"{path}:1: the file is one {what}, want one object a line: jq -c '{each}' {path} > NEW.jsonl"
+        )
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from meshrl.cli.demo.tiny_model import write_tiny_model
 from meshrl.contract.errors import UserError
-from meshrl.launcher.prompts import FileTokenizer, load_prompt_tokenizer
+from meshrl.trainer.data.prompt_tokenizer import FileTokenizer, load_prompt_tokenizer
 
 TEXTS = (
     "a=1;b=a+2?",
@@ -141,7 +141,7 @@ def test_the_feeder_imports_no_torch(tmp_path: Path) -> None:
         "import sys, pathlib, meshrl.launcher.services.feeder, meshrl.launcher.prompts\n"
         "import meshrl.launcher.stage_service, meshrl.rpc.queue_connection, meshrl.rpc.runtime\n"
         "import meshrl.trainer.data.feeder, meshrl.trainer.data.prompts\n"
-        "from meshrl.launcher.prompts import load_prompt_tokenizer\n"
+        "from meshrl.trainer.data.prompt_tokenizer import load_prompt_tokenizer\n"
         f"tokenizer = load_prompt_tokenizer(pathlib.Path({str(tmp_path)!r}))\n"
         f"tokenizer.apply_chat_template({CHAT!r}, add_generation_prompt=True, tokenize=False)\n"
         "print('torch' in sys.modules)"
