@@ -1,6 +1,7 @@
 """Plays episodes of a `verifiers` environment for a rollout worker, in verifiers' own Python environment.
 
     python -P verifiers_server.py serve ENV [SEAT]    for `meshrl.rollout.agents.agent_server`: protocol there
+    python -P verifiers_server.py check ENV [SEAT]    loads the environment, and no task; ends with 1 where it cannot
     python -P verifiers_server.py rows ENV START COUNT    prints tasks START … START + COUNT as rows for training
 
 SEAT is the one that is trained. ENV is the `env` section of a verifiers configuration as JSON: `{"taskset": {"id":
@@ -507,8 +508,11 @@ def main() -> int:
         if sys.argv[1] == "rows":
             for row in asyncio.run(rows(config, int(sys.argv[3]), int(sys.argv[4]))):
                 os.write(answers, json.dumps(row).encode() + b"\n")
+            return 0
+        seat = sys.argv[3] if len(sys.argv) > 3 else ""
+        if sys.argv[1] == "check":
+            Environment(config).check_seat(seat)
         else:
-            seat = sys.argv[3] if len(sys.argv) > 3 else ""
             asyncio.run(serve(config, seat, answers))
     except Exception as error:
         print(f"{type(error).__name__}: {error}".replace("\n", " "), file=sys.stderr)

@@ -9,15 +9,14 @@ One process per worker plays all of its rows at the same time. See docs/how-to/e
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, PositiveFloat
 
 from meshrl.common.config import Config as BaseConfig
-from meshrl.common.config import read_options
+from meshrl.common.config import Machine, read_options
 from meshrl.common.python_process import start_words
 from meshrl.contract.errors import ConfigError
 from meshrl.rollout.agents.agent_server import AgentServer
@@ -27,6 +26,7 @@ from meshrl.rollout.programs import openai
 from meshrl.rollout.programs.openai import OpenAIProgram
 
 USES_GATEWAY = True
+OFFLINE = {"HF_HUB_OFFLINE": "1", "UV_OFFLINE": "1"}
 SERVER = Path(__file__).parents[1] / "agents" / "verifiers_server.py"
 
 
@@ -48,14 +48,27 @@ class Config(BaseConfig):
     session: dict[str, Any] = Field(default_factory=dict)
     """Options of the program `openai` for its conversations: `branch`, `concurrent`, `on_agent_error`, …"""
 
+    def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
+        """That there is the interpreter."""
+        if not machine.program(self.python):
+            yield "python", f"no program {self.python!r} here: make venv-verifiers makes one"
+
 
 def check(config: Config) -> None:
-    """Check the options before anything starts. Raises ConfigError."""
+    """Check the options of its conversations. Raises ConfigError."""
     _session(config)
-    if shutil.which(config.python) is None:
-        raise ConfigError(
-            f"rollout.program_options.python: no program {config.python!r} here: make venv-verifiers makes one"
-        )
+
+
+def try_out(config: Config, machine: Machine) -> str:
+    """Load the environment, in its own Python, and say why that cannot be; empty where it can, or is elsewhere."""
+    env = {**OFFLINE, **config.variables}
+    return machine.tried(_command(config, "check"), env, config.start_timeout_s)
+
+
+def _command(config: Config, task: str) -> list[str]:
+    """The words that start the process for a task of it."""
+    words = [*start_words(config.python), str(SERVER), task]
+    return [*words, json.dumps(config.env), config.seat]
 
 
 def _session(config: Config) -> openai.Config:
@@ -76,8 +89,8 @@ def build(options: Mapping[str, object], *, gateway: Gateway | None) -> Program:
             "the program verifiers needs a gateway, and only a rollout service has one"
         )
     agent = AgentServer(
-        [*start_words(config.python), str(SERVER), "serve", json.dumps(config.env), config.seat],
-        env={"HF_HUB_OFFLINE": "1", "UV_OFFLINE": "1", **config.variables},
+        _command(config, "serve"),
+        env={**OFFLINE, **config.variables},
         start_timeout_s=config.start_timeout_s,
         cancel_timeout_s=config.cancel_timeout_s,
     )
