@@ -112,6 +112,10 @@ class Machine(Protocol):
         """Shapes of the tensors of a file of weights. Raises UserError where it is none, or not all of one."""
         ...
 
+    def known(self, path: Path) -> bool:
+        """Whether what stands in a file or directory can be told: it may be elsewhere."""
+        ...
+
     def rows(self, path: Path, reader: str | None) -> Iterator[Any]:
         """The rows of a data file. Raises UserError."""
         ...

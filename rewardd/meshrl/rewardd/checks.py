@@ -95,7 +95,11 @@ def _check_file(
     """A reward's file parses, defines the function, and the function takes what it is called with."""
     found = list(missing_file((*at, "path"), path, machine))
     yield from found
-    if not found and (wrong := _uncallable(path, function.name, function.kwargs, machine)):
+    if (
+        not found
+        and machine.known(path)
+        and (wrong := _uncallable(path, function.name, function.kwargs, machine))
+    ):
         yield (*at, "path"), f"{dotted(at)}: {wrong}"
 
 

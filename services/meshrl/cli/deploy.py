@@ -20,7 +20,8 @@ from meshrl.deploy.slurm import SlurmJob, gpus_of
 assume_option = click.option(
     "--assume",
     type=PATH,
-    help="A YAML file of what the nodes have and this machine has not, as for `config check`.",
+    help="A YAML file of what the nodes have, as for `config check`. What it does not name is there: nothing of this"
+    " machine is looked at but the recipe, the files of its rewards, and models and data that are here too.",
 )
 
 
@@ -229,6 +230,6 @@ def _placed(
         assumed = assumed.model_copy(update={"gpus": gpus})
         alike = ", ".join(f"node-{number}: {gpus}" for number in range(nodes))
         overrides = [*overrides, f"placement.machines={{{alike}}}"]
-    machine = AssumedMachine(assumed)
-    loaded = load_recipe(recipe, tuple(overrides), machine=machine)
+    machine = AssumedMachine(assumed, elsewhere=True)
+    loaded = load_recipe(recipe, tuple(overrides), machine=machine, hub=False)
     return loaded, place(loaded, machine)

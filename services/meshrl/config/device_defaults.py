@@ -53,9 +53,9 @@ def _with_engine(recipe: Recipe, machine: ThisMachine) -> Recipe:
     open_choice = not names(rollout, "name") and not names(rollout, "engine")
     if not machine.gpus or not open_choice or recipe.placement.rollout == 0:
         return recipe
-    if machine.installed("vllm"):
+    if machine.told_of("vllm"):
         return _with(recipe, "rollout", name="vllm")
-    if machine.program(str(SERVER_ENVIRONMENT)):
+    if not machine.elsewhere and machine.program(str(SERVER_ENVIRONMENT)):
         engine = {"python": str(SERVER_ENVIRONMENT.absolute())}
         return _with(recipe, "rollout", name="vllm", engine=engine)
     return recipe

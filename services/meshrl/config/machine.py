@@ -150,6 +150,9 @@ def _gpus_with(visible: str | None) -> tuple[Gpu, ...]:
 class ThisMachine(Machine):
     """The machine of this process."""
 
+    elsewhere = False
+    """It is another one, of which only what is assumed is known, and which has what a recipe names."""
+
     @property
     def gpus(self) -> int:
         """As CUDA would count them, without asking it."""
@@ -174,6 +177,10 @@ class ThisMachine(Machine):
     def installed(self, package: str) -> bool:
         """Whether `package`, a module or a distribution of that name, can be imported."""
         return plugins.find(package.replace("-", "_")) is not None
+
+    def told_of(self, package: str) -> bool:
+        """Whether a package that the recipe does not name is installed."""
+        return self.installed(package)
 
     def program(self, name: str) -> bool:
         """Whether `name`, a path or a word on PATH, can be run."""
@@ -241,6 +248,10 @@ class ThisMachine(Machine):
     def rows(self, path: Path, reader: str | None) -> Iterator[FileRow]:
         """The rows of a data file. Raises UserError."""
         return file_rows([path], reader)
+
+    def known(self, path: Path) -> bool:
+        """Whether what stands in a file or directory can be told."""
+        return True
 
     def tokenizer(self, directory: Path) -> PromptTokenizer | None:
         """The tokenizer in a directory, as the feeder loads it; None where it cannot be told.
@@ -337,10 +348,11 @@ class Assumptions(Config):
 
 
 class AssumedMachine(ThisMachine):
-    """Another machine: as `assumed` says, else as this one is."""
+    """Another machine: as `assumed` says, else as this one is, or, `elsewhere`, as the recipe needs it."""
 
-    def __init__(self, assumed: Assumptions) -> None:
+    def __init__(self, assumed: Assumptions, *, elsewhere: bool = False) -> None:
         self._assumed = assumed
+        self.elsewhere = elsewhere
 
     @property
     def devices(self) -> tuple[Gpu, ...]:
@@ -362,18 +374,23 @@ class AssumedMachine(ThisMachine):
         return self._assumed.gpus is not None or super().bus_order
 
     def installed(self, package: str) -> bool:
+        """As assumed, else as here or needed."""
+        given = self._assumed.packages.get(package)
+        return self.elsewhere or super().installed(package) if given is None else given
+
+    def told_of(self, package: str) -> bool:
         """As assumed, else as here."""
         given = self._assumed.packages.get(package)
-        return super().installed(package) if given is None else given
+        return not self.elsewhere and super().installed(package) if given is None else given
 
     def program(self, name: str) -> bool:
-        """As assumed, else as here."""
+        """As assumed, else as here or needed."""
         given = self._assumed.programs.get(name)
-        return super().program(name) if given is None else given
+        return self.elsewhere or super().program(name) if given is None else given
 
     def tried(self, command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:
         """Nothing of a program that is assumed; else as here."""
-        assumed = command[0] in self._assumed.programs
+        assumed = self.elsewhere or command[0] in self._assumed.programs
         return "" if assumed else super().tried(command, env, timeout_s)
 
     @property
@@ -381,22 +398,31 @@ class AssumedMachine(ThisMachine):
         """As the program `bwrap` is assumed, else as here."""
         given = self._assumed.programs.get("bwrap")
         if given is None:
-            return super().no_sandbox
+            return "" if self.elsewhere else super().no_sandbox
         return "" if given else "there is no bwrap on PATH"
 
     def exists(self, path: Path) -> bool:
-        """As assumed, else as here."""
-        return path in self._assumed.models or self.is_file(path) or super().exists(path)
+        """As assumed, else as here or needed."""
+        named = path in self._assumed.models or self.is_file(path)
+        return named or self.elsewhere or super().exists(path)
+
+    def known(self, path: Path) -> bool:
+        """Whether it is assumed, or is here, for a machine that is elsewhere."""
+        assumed = self._assumed
+        named = path in assumed.models or path in assumed.rows or path in assumed.files
+        return named or not self.elsewhere or super().exists(path)
 
     def is_file(self, path: Path) -> bool:
         """As assumed, else as here."""
         assumed = self._assumed
+        if not self.known(path):  # a model's directory may have a point in its name: Qwen2.5-7B
+            return path.suffix[1:].isalpha()
         return path in assumed.rows or path in assumed.files or super().is_file(path)
 
     def names(self, directory: Path) -> list[str]:
         """The assumed entries, and those of this machine."""
         assumed = self._assumed
-        if directory in assumed.models:
+        if directory in assumed.models or not self.known(directory):
             return ["config.json", "model.safetensors", "tokenizer.json"]
         given = [*assumed.models, *assumed.rows, *assumed.files]
         return [*(p.name for p in given if p.parent == directory), *super().names(directory)]
@@ -418,7 +444,8 @@ class AssumedMachine(ThisMachine):
 
     def tokenizer(self, directory: Path) -> PromptTokenizer | None:
         """Not told of an assumed model."""
-        return None if directory in self._assumed.models else super().tokenizer(directory)
+        told = self.known(directory) and directory not in self._assumed.models
+        return super().tokenizer(directory) if told else None
 
     def tensors(self, model: Path) -> Mapping[str, tuple[int, ...]] | None:
         """Not told of an assumed model."""

@@ -85,6 +85,13 @@ def printed(*arguments: str) -> str:
     return done.stdout
 
 
+def test_nothing_that_the_cluster_has_is_asked_of_this_machine() -> None:
+    words = ["rollout.name=vllm", "weights.carrier=nccl", "trainer.logger=[console, trackio]"]
+    asked = ["My_run.yaml", "--gpus-per-node", "8", *words, "reward.recipe_sandbox=strict"]
+    done = CliRunner().invoke(kubernetes, asked, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+
+
 def objects(*arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
     """By kind and name."""
     found = yaml.safe_load_all(printed(*arguments))

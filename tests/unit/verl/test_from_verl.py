@@ -513,6 +513,12 @@ def test_the_command_writes_a_recipe_and_says_what_became_of_every_key(tmp_path:
     assert "# REFUSED nonsense.key=1" in out.read_text()
 
 
+@pytest.mark.parametrize("words", [["-"], ["python3", "-m", "verl.trainer.main_ppo"]])
+def test_a_command_that_names_no_key_is_refused(words: list[str]) -> None:
+    with pytest.raises(UserError, match=r"names no key of verl's: want its command after --, or"):
+        CliRunner().invoke(config, ["from-verl", "--", *words], catch_exceptions=False)
+
+
 def test_strict_writes_nothing_when_a_key_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "my.yaml"
     code, _, said = invoke(

@@ -440,3 +440,19 @@ def test_a_variable_that_is_missing_is_named_with_the_option_that_gives_it(
     monkeypatch.setattr(scripts, "no_bubblewrap", lambda: "none")
     with pytest.raises(ConfigError, match=r"\$N is not set; set it above the command, or give it"):
         started("python3 -m verl.trainer.main_ppo a=$N", {})
+
+
+def test_variables_of_overrides_that_nobody_sets_are_named_all_at_once() -> None:
+    script = """
+    # data.seed=$COMMENT
+    BASE=${BASE:-/data}
+    read -r ROWS
+    for n in 1 2; do echo $ANYTHING; done
+    python3 -m verl.trainer.main_ppo data.train_files="['$DATA_DIR/a', '$BASE/b']" critic.model.path=${RM_PATH} \\
+      data.seed=$n data.train_batch_size=$ROWS trainer.experiment_name='$QUOTED' trainer.project_name=${A:-b}
+    """
+    with pytest.raises(ConfigError) as caught:
+        started(script, {"HOME": "/h"})
+    assert str(caught.value) == (
+        "overrides of the script have $DATA_DIR, $RM_PATH, which it does not set; give each with --env NAME=VALUE"
+    )

@@ -55,7 +55,7 @@ def check_model(model: ModelConfig, machine: Machine) -> Iterator[Problem]:
         yield at, f"{dotted(at)}: {tokenizer} has no tokenizer ({', '.join(TOKENIZERS[:3])})"
     if model.lora_rank and not wrong:
         yield from _adapters(model, machine)
-    if (start := model.lora_adapter_path) is not None:
+    if (start := model.lora_adapter_path) is not None and machine.known(start):
         stored = machine.json(start / "adapter_config.json")
         if problem := model.adapter_mismatch(stored):
             yield ("model", "lora_adapter_path"), problem
@@ -132,7 +132,7 @@ def check_checkpoint(at: Loc, path: Path, machine: Machine) -> Iterator[Problem]
     """That a directory looks like a checkpoint."""
     wrong = list(check_directory(at, path, CHECKPOINT, machine))
     yield from wrong
-    if wrong:
+    if wrong or not machine.known(path):
         return
     names = machine.names(path)
     if "config.json" not in names:
@@ -326,7 +326,7 @@ def check_data(data: DataConfig, use: DataUse, machine: Machine) -> Iterator[Pro
                 continue
             if not has_reader(path, data.reader):
                 yield at, f"{dotted(at)}: {path}: want {readable_files()} (data.reader)"
-            elif "." not in (data.reader or ""):
+            elif "." not in (data.reader or "") and machine.known(path):
                 weights = {} if wrong_weights or name == "val_files" else data.weights
                 yield from _rows(at, path, data, use, machine, weights)
 

@@ -587,7 +587,7 @@ class RewardModelJudgeConfig(Config):
 
     def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
         """What this machine lacks: the option, and one sentence."""
-        if not machine.json(self.path / "config.json"):
+        if machine.known(self.path) and not machine.json(self.path / "config.json"):
             yield "path", f"no reward model there: {self.path / 'config.json'} is missing"
         if self.device == "cuda" and not machine.gpus:
             yield "device", "cuda, and this machine has no GPU"
