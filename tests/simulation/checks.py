@@ -231,10 +231,17 @@ class WatchedQueue(TransferQueue):
 
     @override
     async def fail(
-        self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str
+        self,
+        run: str,
+        stage: str,
+        uid: Uid,
+        token: int,
+        outcome: Outcome,
+        reason: str,
+        lasting: bool = False,
     ) -> None:
         newest = self.history.newest(stage, uid)
-        await super().fail(run, stage, uid, token, outcome, reason)
+        await super().fail(run, stage, uid, token, outcome, reason, lasting)
         self.history.held("fail", stage, uid, token, newest)
 
     @override

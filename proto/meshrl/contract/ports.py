@@ -145,9 +145,20 @@ class Queue(Protocol):
         ...
 
     async def fail(
-        self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str
+        self,
+        run: str,
+        stage: str,
+        uid: Uid,
+        token: int,
+        outcome: Outcome,
+        reason: str,
+        lasting: bool = False,
     ) -> None:
-        """Give a leased row back: redelivered, or dead-lettered with `reason` after `max_attempts`."""
+        """Give a leased row back: redelivered, or dead-lettered with `reason` after `max_attempts`.
+
+        A `lasting` fault is one that another try would meet again, as far as the worker can tell: a stage that reads
+        columns tries the row once more at most, if the reason stays the same. `take` ends where nothing else comes.
+        """
         ...
 
     async def release(self, run: str, stage: str, token_of: Mapping[Uid, int]) -> None:
@@ -161,7 +172,9 @@ class Queue(Protocol):
 
         Fewer come only when the feed is closed, or of groups that were in hand at two deaths of a trainer. Taking
         twice with one `batch_id` is taking once. Groups older than `max_staleness` leave as stale here.
-        Raises FencedError, WaitTimeoutError, EndOfDataError, ConflictError (the step is committed).
+        Raises FencedError, WaitTimeoutError, EndOfDataError, ConflictError (the step is committed), UserError (rows
+        die of lasting faults, and no batch will come). In a run that is not gated it waits no longer when a row has
+        died and fewer groups are left.
         """
         ...
 

@@ -46,8 +46,8 @@ RELEASE_S = 10.0
 TELL_LOST_S = 30.0
 """A line of lost rows is followed by the next one so long after, with those in between."""
 NUMBERS = re.compile(r"\d+")
-_NOT_OF_ROWS = (InfraError, OSError, *AWAY)
-"""Errors with which a handler would fail as well on any other rows."""
+NOT_OF_ROWS = (InfraError, OSError, *AWAY)
+"""Errors with which a handler would fail as well on any other rows, and maybe not the next time."""
 KIND_CHARS = 200
 KINDS = 16
 """Most kinds of failures that are logged, each once; all of them are counted in the queue."""
@@ -62,6 +62,8 @@ class Failure:
     uid: Uid
     outcome: Outcome
     reason: str
+    lasting: bool = False
+    """Another try would meet the same, as far as the worker can tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,8 +325,8 @@ class StageWorker:
         except (Exception, SystemExit) as error:
             # A crash of the handler, or its exit, is an infrastructure fault: the rows are tried again elsewhere.
             log.exception("%s: handler failed on %s", self._stage.name, rows[0].uid)
-            results = [_failure(row, error) for row in rows]
-            if len(rows) > 1 and not self._sync_batch and not isinstance(error, _NOT_OF_ROWS):
+            results = [failure_of(row, error) for row in rows]
+            if len(rows) > 1 and not self._sync_batch and not isinstance(error, NOT_OF_ROWS):
                 # One may be what it failed on, and would fail the others of each call that it is in.
                 results = [await self._alone(row) for row in rows]
         call.done = True
@@ -338,7 +340,7 @@ class StageWorker:
         try:
             (result,) = await self._traced([row])
         except (Exception, SystemExit) as error:
-            return _failure(row, error)
+            return failure_of(row, error)
         return result
 
     async def _traced(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
@@ -389,7 +391,8 @@ class StageWorker:
                     self._count_lost(1, f"a result is no longer wanted: {error}")
                 else:  # the row itself is wrong, so it would be refused again
                     reason = str(error)
-                    failures.append(Failure(uid=uid, outcome=Outcome.INFRA_FAULT, reason=reason))
+                    fault = Outcome.INFRA_FAULT
+                    failures.append(Failure(uid=uid, outcome=fault, reason=reason, lasting=True))
         for failure in failures:
             await self._fail(failure, call.rows[failure.uid].token)
         if returned:
@@ -401,7 +404,13 @@ class StageWorker:
         self._warn(failure)
         try:
             await self._queue.fail(
-                uid.run, self._stage.name, uid, token, failure.outcome, failure.reason
+                uid.run,
+                self._stage.name,
+                uid,
+                token,
+                failure.outcome,
+                failure.reason,
+                failure.lasting,
             )
         except FencedError:
             self.stats.lost += 1
@@ -469,6 +478,8 @@ class StageWorker:
                 )
 
 
-def _failure(row: LeasedRow, error: BaseException) -> Failure:
+def failure_of(row: LeasedRow, error: BaseException) -> Failure:
+    """How a row failed whose work raised `error`."""
     reason = f"{type(error).__name__}: {error}"
-    return Failure(uid=row.uid, outcome=Outcome.INFRA_FAULT, reason=reason)
+    may_pass = isinstance(error, NOT_OF_ROWS) or (isinstance(error, MeshError) and error.retryable)
+    return Failure(uid=row.uid, outcome=Outcome.INFRA_FAULT, reason=reason, lasting=not may_pass)

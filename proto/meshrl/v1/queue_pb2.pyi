@@ -897,11 +897,14 @@ class FailRequest(_message.Message):
     ROW_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    LASTING_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     stage: _builtins.str
     outcome: _trajectory_pb2.Outcome.ValueType
     reason: _builtins.str
     """For people."""
+    lasting: _builtins.bool
+    """Another try would meet the same, as far as the worker can tell."""
     @_builtins.property
     def row(self) -> Global___HeldRow: ...
     def __init__(
@@ -912,10 +915,11 @@ class FailRequest(_message.Message):
         row: Global___HeldRow | None = ...,
         outcome: _trajectory_pb2.Outcome.ValueType = ...,
         reason: _builtins.str = ...,
+        lasting: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["row", b"row"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "reason", b"reason", "row", b"row", "run", b"run", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lasting", b"lasting", "outcome", b"outcome", "reason", b"reason", "row", b"row", "run", b"run", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

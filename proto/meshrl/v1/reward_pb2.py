@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from meshrl.v1 import trajectory_pb2 as meshrl_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16meshrl/v1/reward.proto\x12\tmeshrl.v1\x1a\x1ameshrl/v1/trajectory.proto\"G\n\x0cScoreRequest\x12\"\n\x07samples\x18\x01 \x03(\x0b\x32\x11.meshrl.v1.Sample\x12\x13\n\x0breward_hash\x18\x02 \x01(\t\"1\n\rScoreResponse\x12 \n\x06scores\x18\x01 \x03(\x0b\x32\x10.meshrl.v1.Score\"\xa6\x01\n\x06Sample\x12\x1b\n\x03uid\x18\x01 \x01(\x0b\x32\x0e.meshrl.v1.Uid\x12\x13\n\x0b\x64\x61ta_source\x18\x02 \x01(\t\x12\x10\n\x08solution\x18\x03 \x01(\t\x12\x19\n\x11ground_truth_json\x18\x04 \x01(\t\x12\x17\n\x0f\x65xtra_info_json\x18\x05 \x01(\t\x12$\n\x08messages\x18\x06 \x03(\x0b\x32\x12.meshrl.v1.Message\"\x80\x03\n\x05Score\x12\x1b\n\x03uid\x18\x01 \x01(\x0b\x32\x0e.meshrl.v1.Uid\x12#\n\x07outcome\x18\x02 \x01(\x0e\x32\x12.meshrl.v1.Outcome\x12\r\n\x05score\x18\x03 \x01(\x01\x12\x34\n\ncomponents\x18\x04 \x03(\x0b\x32 .meshrl.v1.Score.ComponentsEntry\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0breward_hash\x18\x06 \x01(\t\x12,\n\rtoken_rewards\x18\x07 \x01(\x0b\x32\x10.meshrl.v1.ArrayH\x00\x88\x01\x01\x12*\n\x05texts\x18\x08 \x03(\x0b\x32\x1b.meshrl.v1.Score.TextsEntry\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a,\n\nTextsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x10\n\x0e_token_rewards\"\x16\n\x14GetRewardInfoRequest\"!\n\nRewardInfo\x12\x13\n\x0breward_hash\x18\x01 \x01(\t2\x87\x01\n\x06Reward\x12:\n\x05Score\x12\x17.meshrl.v1.ScoreRequest\x1a\x18.meshrl.v1.ScoreResponse\x12\x41\n\x07GetInfo\x12\x1f.meshrl.v1.GetRewardInfoRequest\x1a\x15.meshrl.v1.RewardInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16meshrl/v1/reward.proto\x12\tmeshrl.v1\x1a\x1ameshrl/v1/trajectory.proto\"G\n\x0cScoreRequest\x12\"\n\x07samples\x18\x01 \x03(\x0b\x32\x11.meshrl.v1.Sample\x12\x13\n\x0breward_hash\x18\x02 \x01(\t\"1\n\rScoreResponse\x12 \n\x06scores\x18\x01 \x03(\x0b\x32\x10.meshrl.v1.Score\"\xa6\x01\n\x06Sample\x12\x1b\n\x03uid\x18\x01 \x01(\x0b\x32\x0e.meshrl.v1.Uid\x12\x13\n\x0b\x64\x61ta_source\x18\x02 \x01(\t\x12\x10\n\x08solution\x18\x03 \x01(\t\x12\x19\n\x11ground_truth_json\x18\x04 \x01(\t\x12\x17\n\x0f\x65xtra_info_json\x18\x05 \x01(\t\x12$\n\x08messages\x18\x06 \x03(\x0b\x32\x12.meshrl.v1.Message\"\x91\x03\n\x05Score\x12\x1b\n\x03uid\x18\x01 \x01(\x0b\x32\x0e.meshrl.v1.Uid\x12#\n\x07outcome\x18\x02 \x01(\x0e\x32\x12.meshrl.v1.Outcome\x12\r\n\x05score\x18\x03 \x01(\x01\x12\x34\n\ncomponents\x18\x04 \x03(\x0b\x32 .meshrl.v1.Score.ComponentsEntry\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0breward_hash\x18\x06 \x01(\t\x12,\n\rtoken_rewards\x18\x07 \x01(\x0b\x32\x10.meshrl.v1.ArrayH\x00\x88\x01\x01\x12*\n\x05texts\x18\x08 \x03(\x0b\x32\x1b.meshrl.v1.Score.TextsEntry\x12\x0f\n\x07lasting\x18\t \x01(\x08\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a,\n\nTextsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x10\n\x0e_token_rewards\"\x16\n\x14GetRewardInfoRequest\"!\n\nRewardInfo\x12\x13\n\x0breward_hash\x18\x01 \x01(\t2\x87\x01\n\x06Reward\x12:\n\x05Score\x12\x17.meshrl.v1.ScoreRequest\x1a\x18.meshrl.v1.ScoreResponse\x12\x41\n\x07GetInfo\x12\x1f.meshrl.v1.GetRewardInfoRequest\x1a\x15.meshrl.v1.RewardInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,15 +43,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLE']._serialized_start=190
   _globals['_SAMPLE']._serialized_end=356
   _globals['_SCORE']._serialized_start=359
-  _globals['_SCORE']._serialized_end=743
-  _globals['_SCORE_COMPONENTSENTRY']._serialized_start=630
-  _globals['_SCORE_COMPONENTSENTRY']._serialized_end=679
-  _globals['_SCORE_TEXTSENTRY']._serialized_start=681
-  _globals['_SCORE_TEXTSENTRY']._serialized_end=725
-  _globals['_GETREWARDINFOREQUEST']._serialized_start=745
-  _globals['_GETREWARDINFOREQUEST']._serialized_end=767
-  _globals['_REWARDINFO']._serialized_start=769
-  _globals['_REWARDINFO']._serialized_end=802
-  _globals['_REWARD']._serialized_start=805
-  _globals['_REWARD']._serialized_end=940
+  _globals['_SCORE']._serialized_end=760
+  _globals['_SCORE_COMPONENTSENTRY']._serialized_start=647
+  _globals['_SCORE_COMPONENTSENTRY']._serialized_end=696
+  _globals['_SCORE_TEXTSENTRY']._serialized_start=698
+  _globals['_SCORE_TEXTSENTRY']._serialized_end=742
+  _globals['_GETREWARDINFOREQUEST']._serialized_start=762
+  _globals['_GETREWARDINFOREQUEST']._serialized_end=784
+  _globals['_REWARDINFO']._serialized_start=786
+  _globals['_REWARDINFO']._serialized_end=819
+  _globals['_REWARD']._serialized_start=822
+  _globals['_REWARD']._serialized_end=957
 # @@protoc_insertion_point(module_scope)

@@ -159,6 +159,7 @@ class Score(_message.Message):
     REWARD_HASH_FIELD_NUMBER: _builtins.int
     TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
+    LASTING_FIELD_NUMBER: _builtins.int
     outcome: _trajectory_pb2.Outcome.ValueType
     """The score counts only for OK, TRUNCATED and POLICY_FAULT."""
     score: _builtins.float
@@ -166,6 +167,8 @@ class Score(_message.Message):
     """Why, where the outcome is a fault."""
     reward_hash: _builtins.str
     """Content hash of what scored, hex."""
+    lasting: _builtins.bool
+    """Of a fault: another try would meet the same, as far as the judge can tell."""
     @_builtins.property
     def uid(self) -> _trajectory_pb2.Uid: ...
     @_builtins.property
@@ -191,10 +194,11 @@ class Score(_message.Message):
         reward_hash: _builtins.str = ...,
         token_rewards: _trajectory_pb2.Array | None = ...,
         texts: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        lasting: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_token_rewards", b"_token_rewards", "token_rewards", b"token_rewards", "uid", b"uid"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_token_rewards", b"_token_rewards", "components", b"components", "outcome", b"outcome", "reason", b"reason", "reward_hash", b"reward_hash", "score", b"score", "texts", b"texts", "token_rewards", b"token_rewards", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_token_rewards", b"_token_rewards", "components", b"components", "lasting", b"lasting", "outcome", b"outcome", "reason", b"reason", "reward_hash", b"reward_hash", "score", b"score", "texts", b"texts", "token_rewards", b"token_rewards", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__token_rewards: _TypeAlias = _typing.Literal["token_rewards"]  # noqa: Y015
     _WhichOneofArgType__token_rewards: _TypeAlias = _typing.Literal["_token_rewards", b"_token_rewards"]  # noqa: Y015

@@ -78,7 +78,7 @@ class CompositeJudge(StartableJudge):
         for part, score in zip(self._parts, scores, strict=True):
             if not score.outcome.trainable:
                 named = f"{part.label}: {score.reason}" if part.label else score.reason
-                return self._fault(sample, score.outcome, named)
+                return self._fault(sample, score.outcome, named, lasting=score.lasting)
         total, outcome, components = 0.0, Outcome.OK, dict[str, float]()
         texts: dict[str, str] = {}
         gated: float | None = None
@@ -93,7 +93,7 @@ class CompositeJudge(StartableJudge):
                 reason = (
                     f"{part.label}: {len(score.token_rewards)} token_rewards, others {len(tokens)}"
                 )
-                return self._fault(sample, Outcome.INFRA_FAULT, reason)
+                return self._fault(sample, Outcome.INFRA_FAULT, reason, lasting=True)
             else:
                 weighted = (part.weight * reward for reward in score.token_rewards)
                 tokens = [a + b for a, b in zip_longest(tokens, weighted, fillvalue=0.0)]
@@ -116,8 +116,14 @@ class CompositeJudge(StartableJudge):
             texts=texts,
         )
 
-    def _fault(self, sample: Sample, outcome: Outcome, reason: str) -> Score:
-        return Score(uid=sample.uid, outcome=outcome, reason=reason, reward_hash=self._hash)
+    def _fault(self, sample: Sample, outcome: Outcome, reason: str, *, lasting: bool) -> Score:
+        return Score(
+            uid=sample.uid,
+            outcome=outcome,
+            reason=reason,
+            reward_hash=self._hash,
+            lasting=lasting,
+        )
 
 
 def build_judge(config: RewardConfig) -> PoolJudge | CompositeJudge:

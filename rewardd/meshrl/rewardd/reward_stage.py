@@ -119,14 +119,17 @@ class RewardStage:
         for row, sample, score in zip(rows, samples, scores, strict=True):
             if not score.outcome.trainable:
                 # The row goes back to the queue: an infrastructure fault never becomes a reward.
-                results.append(Failure(uid=score.uid, outcome=score.outcome, reason=score.reason))
+                fault, lasting = score.outcome, score.lasting
+                results.append(
+                    Failure(uid=row.uid, outcome=fault, reason=score.reason, lasting=lasting)
+                )
                 continue
             mask = row.columns.get("loss_mask") if row.uid.run in self._token_rewards else None
             try:
                 written = reward_write(self._with_known_components(score), loss_mask=mask)
             except UserError as error:
-                reason = error.message
-                results.append(Failure(uid=row.uid, outcome=Outcome.INFRA_FAULT, reason=reason))
+                fault, reason = Outcome.INFRA_FAULT, error.message
+                results.append(Failure(uid=row.uid, outcome=fault, reason=reason, lasting=True))
                 continue
             columns = {**written.columns, REWARD_TIMES: times}
             if sample.data_source:

@@ -41,6 +41,7 @@ from meshrl.contract.stage_worker import (
     StageResult,
     StageStats,
     StageWorker,
+    failure_of,
 )
 from meshrl.contract.types import (
     CONVERSATION,
@@ -293,9 +294,14 @@ class RolloutWorker:
             result = await self._rollout(row, resumable, recorder)
             # Not when it was cancelled: tokens that are not saved yet stay recorded for the flush.
             self.checkpointer.end(row)
-        fault = isinstance(result, Failure) and result.outcome is Outcome.INFRA_FAULT
-        if fault and watched.faulted and breaker.spares(row.uid):
-            return Returned(uid=row.uid)
+        if (
+            isinstance(result, Failure)
+            and result.outcome is Outcome.INFRA_FAULT
+            and watched.faulted
+        ):
+            if breaker.spares(row.uid):
+                return Returned(uid=row.uid)
+            return replace(result, lasting=False)
         return result
 
     def _recorder(self, row: LeasedRow, engine: Generator) -> ExpertRecorder | None:
@@ -322,11 +328,8 @@ class RolloutWorker:
             if deadline.expired():
                 reason = f"no result within {row.task.deadline_s:g} s"
                 return Failure(uid=row.uid, outcome=Outcome.TIMEOUT, reason=reason)
-            log.warning(
-                "rollout of %s failed: %s", row.uid, error, exc_info=log.isEnabledFor(logging.DEBUG)
-            )
-            reason = f"{type(error).__name__}: {error}"
-            return Failure(uid=row.uid, outcome=Outcome.INFRA_FAULT, reason=reason)
+            log.debug("rollout of %s failed", row.uid, exc_info=error)
+            return failure_of(row, error)
         if not rollout.outcome.trainable:
             reason = f"finish reason {rollout.finish_reason!r}"
             return Failure(uid=row.uid, outcome=rollout.outcome, reason=reason)

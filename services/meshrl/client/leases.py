@@ -110,11 +110,23 @@ class HeldLease:
         self._held_leases.drop(self._rows[uid] for uid in still_held)
         return tuple(row.uid for row in rows if row.uid not in written)
 
-    async def fail(self, uid: Uid, reason: str, *, outcome: Outcome = Outcome.INFRA_FAULT) -> None:
-        """Give one row back as failed. Another worker tries it again, up to the run's `max_attempts`."""
+    async def fail(
+        self,
+        uid: Uid,
+        reason: str,
+        *,
+        outcome: Outcome = Outcome.INFRA_FAULT,
+        lasting: bool = False,
+    ) -> None:
+        """Give one row back as failed. Another worker tries it again, up to the run's `max_attempts`.
+
+        Fewer times if the fault is `lasting`: another try would meet it again (`Queue.fail`).
+        """
         token = self._held.pop(uid, None)
         if token is not None:
-            await self._port.fail(uid.run, self._granted.stage, uid, token, outcome, reason)
+            await self._port.fail(
+                uid.run, self._granted.stage, uid, token, outcome, reason, lasting
+            )
 
     async def __aexit__(
         self,

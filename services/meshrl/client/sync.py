@@ -155,9 +155,19 @@ class HeldLease:
         """
         return self._thread.call(self._wrapped.write(rows))
 
-    def fail(self, uid: Uid, reason: str, *, outcome: Outcome = Outcome.INFRA_FAULT) -> None:
-        """Give one row back as failed. Another worker tries it again, up to the run's `max_attempts`."""
-        self._thread.call(self._wrapped.fail(uid, reason, outcome=outcome))
+    def fail(
+        self,
+        uid: Uid,
+        reason: str,
+        *,
+        outcome: Outcome = Outcome.INFRA_FAULT,
+        lasting: bool = False,
+    ) -> None:
+        """Give one row back as failed. Another worker tries it again, up to the run's `max_attempts`.
+
+        Fewer times if the fault is `lasting`: another try would meet it again (`Queue.fail`).
+        """
+        self._thread.call(self._wrapped.fail(uid, reason, outcome=outcome, lasting=lasting))
 
     def __exit__(
         self,

@@ -17,6 +17,8 @@ from meshrl.contract.types import Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.pool import pool
+from meshrl.rewardd.pool.functions import describe
+from meshrl.rewardd.pool.messages import MAX_COMPONENTS, MAX_REASON
 from meshrl.rewardd.pool.pool import PoolJudge
 from meshrl.rewardd.pool.rule import read_rule
 from meshrl.sandbox.limits import Limits
@@ -116,13 +118,26 @@ NO_SCORES = {
     "[1.0]": "list [1.0], not a number",
     "{'acc': 1}": "without 'score' (it has 'acc')",
     "{'score': float('nan')}": "key 'score' returned NaN",
-    "{'score': 1, 'acc': float('nan')}": "key 'acc' returned NaN",
+    "()": "tuple (), not a number",
+    "('0.5', 1)": "str '0.5', not a number",
+    "10 ** 400": "returned inf",
+    "1j": "complex 1j, not a number",
+    "np.zeros(2)": "array of several values",
+    "decimal.Decimal('sNaN')": "Decimal: cannot convert signaling NaN",
     "sys.exit(3)": "SystemExit: 3",
 }
 
 
 SCORES = {
+    "True": 1.0,
+    "decimal.Decimal('0.5')": 0.5,
+    "fractions.Fraction(1, 4)": 0.25,
+    "np.bool_(True)": 1.0,
     "np.array(0.5, dtype=np.float32)": 0.5,
+    "np.array([[2]])": 2.0,
+    "(0.5, 'why')": 0.5,
+    "(True, {'pred': 1})": 1.0,
+    "{'score': decimal.Decimal(1)}": 1.0,
     "print('x' * 20_000_000) or sys.stderr.write('y' * 100_000) / 100_000": 1.0,
     "os.write(1, b'\\0\\0\\0\\2{}')": 6.0,  # looks like an answer on the pipe
     "len(sys.stdin.read())": 0.0,  # which is at its end
@@ -130,17 +145,45 @@ SCORES = {
 
 
 async def test_what_is_no_score_is_named_and_never_a_reward_and_output_is_none(make: Make) -> None:
-    head = "import os, sys\nimport numpy as np\n" + HEAD
+    head = "import decimal, fractions, os, sys\nimport numpy as np\n" + HEAD
     judge = make(head + "    return eval(solution_str)\n")
     results = await judge.score(samples(*NO_SCORES))
     for result, (expression, named) in zip(results, NO_SCORES.items(), strict=True):
         assert result.outcome is Outcome.INFRA_FAULT, expression
-        assert named in result.reason
+        assert named in result.reason and result.lasting
     assert scores_of(await judge.score(samples(*SCORES))) == list(SCORES.values())
     bad, good = await judge.score([sample("1", 0, ground_truth={1, 2}), sample("2", 1)])
     assert bad.outcome is Outcome.INFRA_FAULT
     assert "is not JSON" in bad.reason
     assert good.score == 2.0
+
+
+async def test_keys_that_are_no_finite_number_cost_no_score_and_are_told_once(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    judge = make(
+        HEAD
+        + "    odd = {'nan': float('nan'), 'big': 1e39, 'none': None, 'lst': [1, 2], 'sub': {'a': 1}}\n"
+        + "    many = {f'k{number}': number for number in range(100)}\n"
+        + "    return {'score': 1, 'acc': 0.5, 'flag': True, 'txt': 'hi', **odd, **many}\n"
+    )
+    results = await judge.score(samples(*"abcd"))
+    for result in results:
+        assert (result.outcome, result.score) == (Outcome.OK, 1.0), result.reason
+        assert (result.components["acc"], result.components["flag"]) == (0.5, 1.0)
+        assert len(result.components) == MAX_COMPONENTS
+        assert not result.components.keys() & {"nan", "big", "none", "lst", "sub"}
+    told = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+    assert len(told) == len(set(told)) == 5 + (3 + 100 - MAX_COMPONENTS)
+    assert "compute_score: key 'nan' returned NaN: this key is dropped" in told[0]
+
+
+def test_a_long_message_keeps_the_line_of_the_users_file() -> None:
+    try:
+        exec(compile("raise ValueError('x' * 5000)", "reward.py", "exec"))
+    except ValueError as error:
+        reason = describe(error)
+    assert len(reason) == MAX_REASON and reason.endswith("x at reward.py:1 in <module>")
 
 
 async def test_a_hanging_sample_times_out_alone_with_its_line(make: Make, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.contract.errors import InfraError
 from meshrl.contract.rows import column_posted
 from meshrl.contract.types import POSTED_REWARD, Outcome, PostedReward, SamplingParams, Task, Uid
 from meshrl.rollout.agents.agent import AgentError, Led
@@ -113,5 +112,5 @@ async def test_what_is_too_long_in_another_seat_is_not_the_policy_s_fault(
 ) -> None:
     rollout, _ = await played(tokenizer, Desk(longer="user"))
     assert rollout.outcome is Outcome.OK
-    with pytest.raises(InfraError, match=r"the agent failed: user: .*data\.max_response_length"):
+    with pytest.raises(AgentError, match=r"^user: .*data\.max_response_length"):
         await played(tokenizer, Desk(longer="user", fails=True))

@@ -426,10 +426,17 @@ class TransferQueue(HeartbeatQueue):
 
     @override
     async def fail(
-        self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str
+        self,
+        run: str,
+        stage: str,
+        uid: Uid,
+        token: int,
+        outcome: Outcome,
+        reason: str,
+        lasting: bool = False,
     ) -> None:
         state = self._worked(run)
-        state.fail(state.stages[stage], uid, token, outcome, reason)
+        state.fail(state.stages[stage], uid, token, outcome, reason, lasting=lasting)
         await self._commit_log.flush()
 
     @override
@@ -455,6 +462,7 @@ class TransferQueue(HeartbeatQueue):
             return why_waiting.take_due(self._run(run), groups, step)[0]
 
         who = f"trainer of epoch {epoch}, batch {batch_id}"
+        dead = self._run(run).record.next_dead
         with self._waits.tracked("take", (run,), who, reason, lacking_by):
             while True:
                 state = self._worked(run)
@@ -464,6 +472,11 @@ class TransferQueue(HeartbeatQueue):
                     batch = state.take(epoch=epoch, step=step, count=groups, batch_id=batch_id)
                 taken = state.batches.get(batch_id)
                 if taken is None:
+                    state.refuse_hopeless()
+                    if state.record.next_dead > dead and state.lacks_groups(groups):
+                        raise WaitTimeoutError(
+                            f"rows have died: run {run} has fewer than {groups} groups"
+                        )
                     await any_signal([state.complete_signal], deadline, reason)
                 elif await self._sound(state, taken):
                     return batch or await self._taken_before(run, taken, step)

@@ -184,6 +184,8 @@ class Score:
     """One per response token, in order, where the judge gives them: the reward then; `score` is what reports show."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """What the judge says in words, by name: kept with the row for people, and no metric."""
+    lasting: bool = False
+    """Of a fault: another try would meet the same, as far as the judge can tell."""
 
 
 class TrainerPhase(StrEnum):

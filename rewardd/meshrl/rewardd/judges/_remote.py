@@ -33,6 +33,7 @@ from meshrl.contract.errors import ConfigError, CorruptError, MeshError, Unavail
 from meshrl.contract.ports import Judge
 from meshrl.contract.types import Json, Outcome, Sample, Score
 from meshrl.rewardd.pool.functions import numbers_of, texts_of, token_rewards_of
+from meshrl.rewardd.pool.messages import DroppedKeys
 
 RETRYABLE = {408, 425, 429, 500, 502, 503, 504}
 MAX_ANSWER_BYTES = 16 << 20
@@ -115,6 +116,7 @@ class RemoteJudge(Judge, ABC):
         self._hash = hash_of(kind, config)
         self._retrier = Retrier(f"the {kind} judge at {config.url}", config.guard)
         self._slots = asyncio.Semaphore(config.concurrency)
+        self._dropped = DroppedKeys()
         self._client = httpx.AsyncClient(
             headers=headers,
             timeout=httpx.Timeout(config.guard.deadline_s),
@@ -144,26 +146,34 @@ class RemoteJudge(Judge, ABC):
             async with self._slots:
                 result = await self._retrier.ask(lambda: self._ask(sample))
             name = f"the {self._kind} judge"
-            score, components = numbers_of(result, name)
+            read = numbers_of(result, name)
+            self._dropped.tell(read.dropped)
             length = sample.extra_info.get("response_length")
             tokens = token_rewards_of(result, name, length)
         except TimeoutError:
             return self._fault(sample, Outcome.TIMEOUT, "no score within its deadline")
         except MeshError as error:
-            return self._fault(sample, Outcome.INFRA_FAULT, str(error))
+            lasting = not error.retryable
+            return self._fault(sample, Outcome.INFRA_FAULT, str(error), lasting=lasting)
         return Score(
             uid=sample.uid,
             outcome=Outcome.OK,
-            score=score,
-            components=components,
+            score=read.score,
+            components=read.others,
             reward_hash=self._hash,
             token_rewards=None if tokens is None else tuple(tokens),
             texts=texts_of(result),
         )
 
-    def _fault(self, sample: Sample, outcome: Outcome, why: str) -> Score:
+    def _fault(self, sample: Sample, outcome: Outcome, why: str, *, lasting: bool = False) -> Score:
         named = why if self._kind in why else f"the {self._kind} judge at {self._url}: {why}"
-        return Score(uid=sample.uid, outcome=outcome, reason=named, reward_hash=self._hash)
+        return Score(
+            uid=sample.uid,
+            outcome=outcome,
+            reason=named,
+            reward_hash=self._hash,
+            lasting=lasting,
+        )
 
     @abstractmethod
     async def _ask(self, sample: Sample) -> Json:

@@ -48,6 +48,7 @@ class GrpcJudge:
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
         """One Score per sample, in order."""
+        lasting = False
         try:
             return await self._retrier.ask(lambda: self._judge.score(samples))
         except TimeoutError:
@@ -56,8 +57,8 @@ class GrpcJudge:
                 "the remote judge did not answer within its deadline",
             )
         except MeshError as error:
-            outcome, reason = Outcome.INFRA_FAULT, str(error)
-        return [Score(uid=s.uid, outcome=outcome, reason=reason) for s in samples]
+            outcome, reason, lasting = Outcome.INFRA_FAULT, str(error), not error.retryable
+        return [Score(uid=s.uid, outcome=outcome, reason=reason, lasting=lasting) for s in samples]
 
 
 def build(config: Config) -> GrpcJudge:

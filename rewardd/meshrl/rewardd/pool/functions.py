@@ -24,6 +24,7 @@ from meshrl.rewardd.pool import verl_modules
 from meshrl.rewardd.pool.messages import (
     MAX_COMPONENTS,
     MAX_FLOAT32,
+    MAX_NAME,
     MAX_REASON,
     MAX_TEXT,
     MAX_TEXTS,
@@ -199,7 +200,8 @@ def _check_signature(
 def describe(error: BaseException) -> str:
     """Type, message and the line of the user's code."""
     text = str(error) if isinstance(error, MeshError) else f"{type(error).__name__}: {error}"
-    return (text + where(error))[:MAX_REASON]
+    line = where(error)[:MAX_REASON]
+    return text[: MAX_REASON - len(line)] + line
 
 
 def where(error: BaseException) -> str:
@@ -220,31 +222,43 @@ def where(error: BaseException) -> str:
     return f" at {nearest.filename}:{nearest.lineno} in {nearest.name}"
 
 
-def numbers_of(result: Any, function: str) -> tuple[float, dict[str, float]]:
-    """The score and, from a dict, its other numeric keys.
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What is read from the value of a function."""
+
+    score: float
+    others: Mapping[str, float]
+    """Components: the other keys of a dict that are finite numbers."""
+    dropped: Mapping[str, str]
+    """Keys that are no component, and why: that costs no row its score."""
+
+
+def numbers_of(result: Any, function: str) -> Numbers:
+    """The score and, from a dict, its other numeric keys. Of a tuple the first entry counts, as verl has it.
 
     Raises:
-        BadScoreError: NaN, infinite, not a number, or a dict without `score`.
+        BadScoreError: the score is NaN, infinite or not a number, a dict lacks `score`, or a key may be no name.
     """
     if not isinstance(result, Mapping):
-        return _number(result, function), {}
+        first = result[0] if isinstance(result, tuple) and result else result
+        return Numbers(_number(first, function), {}, {})
     if "score" not in result:
         keys = ", ".join(repr(key) for key in list(result)[:10]) or "no keys"
         raise BadScoreError(f"{function} returned a dict without 'score' (it has {keys})")
-    score = _number(result["score"], f"{function}: key 'score'")
-    others = {
-        str(key): _number(value, f"{function}: key {key!r}")
-        for key, value in result.items()
-        if key not in RESERVED and _is_number(value)
-    }
-    if len(others) > MAX_COMPONENTS:
-        raise BadScoreError(
-            f"{function} returned {len(others)} components (at most {MAX_COMPONENTS})"
-        )
-    for name in others:
+    others, dropped = dict[str, float](), dict[str, str]()
+    for key, value in result.items():
+        if key in RESERVED or isinstance(value, str):
+            continue
+        name = str(key)
+        try:
+            number = _number(value, f"{function}: key {name[:MAX_NAME]!r}")
+        except BadScoreError as error:
+            dropped[name[:MAX_NAME]] = error.message
+            continue
         if fault := name_fault(name):
-            raise BadScoreError(f"{function}: a component's name {name[:80]!r}: {fault}")
-    return score, others
+            raise BadScoreError(f"{function}: a component's name {name[:MAX_NAME]!r}: {fault}")
+        others[name] = number
+    return Numbers(_number(result["score"], f"{function}: key 'score'"), others, dropped)
 
 
 def texts_of(result: Any) -> dict[str, str]:
@@ -291,14 +305,8 @@ def _outcome_of(result: Any, function: str) -> str | None:
     return str(outcome) if outcome else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) or (
-        hasattr(value, "item") and getattr(value, "size", None) in (1, None)
-    )
-
-
 def _number(value: Any, what: str) -> float:
-    """A float from int, float, bool, and numpy or torch scalars."""
+    """A float of whatever Python makes one of: bool, Decimal, arrays and tensors of one value; of no text."""
     if not isinstance(value, numbers.Real) and hasattr(value, "item"):
         try:
             value = value.item()
@@ -306,10 +314,15 @@ def _number(value: Any, what: str) -> float:
             raise BadScoreError(
                 f"{what} returned an array of several values, not a number"
             ) from error
-    if not isinstance(value, numbers.Real):
+    if not hasattr(value, "__float__"):
         shown = repr(value)[:80]
         raise BadScoreError(f"{what} returned {type(value).__name__} {shown}, not a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError) as error:
+        raise BadScoreError(f"{what} returned {type(value).__name__}: {error}") from error
     if math.isnan(number):
         raise BadScoreError(f"{what} returned NaN")
     if math.isinf(number):
@@ -331,18 +344,22 @@ def combine(scorers: tuple[Scorer, ...], results: list[Any], length: int | None 
     """
     total, components, plain = 0.0, {}, 0.0
     texts: dict[str, Json] = {}
+    others: dict[str, float] = {}
+    dropped: dict[str, str] = {}
     tokens: list[float] | None = None
     gated: float | None = None
     answer: dict[str, Json] = {}
     for scorer, result in zip(scorers, results, strict=True):
         name, weight = scorer.spec.component, scorer.spec.weight
-        score, others = numbers_of(result, name)
+        read = numbers_of(result, name)
+        score = read.score
         total += weight * score
         if gated is None and scorer.spec.gate is not None and score < scorer.spec.gate:
             gated = weight * score
         components[name] = score
         prefix = "" if len(scorers) == 1 else f"{name}."
-        components |= {prefix + key: value for key, value in others.items()}
+        others |= {prefix + key: value for key, value in read.others.items()}
+        dropped |= {prefix + key: why for key, why in read.dropped.items()}
         texts |= {prefix + key: value for key, value in texts_of(result).items()}
         if (rewards := token_rewards_of(result, name, length)) is not None:
             if tokens is not None and len(tokens) != len(rewards):
@@ -359,5 +376,14 @@ def combine(scorers: tuple[Scorer, ...], results: list[Any], length: int | None 
         answer["token_rewards"] = tokens
     if texts:
         answer["texts"] = dict(list(texts.items())[:MAX_TEXTS])
+    for key in list(others)[MAX_COMPONENTS - len(components) :]:
+        dropped[key] = f"{key!r} is one of more than {MAX_COMPONENTS} components"
+        del others[key]
+    if dropped:
+        answer["dropped"] = dict(list(dropped.items())[:MAX_COMPONENTS])
     total = total if gated is None else gated
-    return {**answer, "score": _number(total, "the weighted sum"), "components": components}
+    return {
+        **answer,
+        "score": _number(total, "the weighted sum"),
+        "components": components | others,
+    }

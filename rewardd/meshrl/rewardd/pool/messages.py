@@ -6,18 +6,37 @@ frame = uint32 (big-endian) n, then n bytes of JSON
 from __future__ import annotations
 
 import json
+import logging
 import struct
+from collections.abc import Mapping
 from typing import BinaryIO
 
 from meshrl.contract.types import Json
 
 MAX_COMPONENTS = 64
+MAX_NAME = 80
+"""Characters of the name of a key that is told."""
 MAX_TEXTS, MAX_TEXT = 16, 2000
 """Texts of a score, and characters of each."""
 MAX_FLOAT32 = 3.4028234663852886e38
 MAX_REASON = 2000
 """Characters of a reason."""
 HEADER = struct.Struct(">I")
+log = logging.getLogger(__name__)
+
+
+class DroppedKeys:
+    """Keys of results that are no component: each is told once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def tell(self, dropped: Mapping[str, str]) -> None:
+        """Warn of those of which nobody was told."""
+        for key, why in dropped.items():
+            if key not in self._told and len(self._told) < MAX_COMPONENTS:
+                self._told.add(key)
+                log.warning("%s: this key is dropped, now and in other rows", printable(why))
 
 
 def printable(text: str) -> str:

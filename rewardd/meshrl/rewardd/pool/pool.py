@@ -36,6 +36,7 @@ from meshrl.rewardd.pool.messages import (
     MAX_FLOAT32,
     MAX_TEXT,
     MAX_TEXTS,
+    DroppedKeys,
     printable,
 )
 from meshrl.rewardd.pool.rule import RewardRule
@@ -122,6 +123,7 @@ class PoolJudge:
         self._tasks: list[asyncio.Task[None]] = []
         self._starting = asyncio.Lock()
         self._closed = False
+        self._dropped = DroppedKeys()
         self._number = 0
 
     @property
@@ -183,7 +185,7 @@ class PoolJudge:
                 item.tokens = length if isinstance(length, int) else None
             except (TypeError, ValueError) as error:
                 reason = f"ground_truth or extra_info is not JSON: {error}"
-                self._fail(item, Outcome.INFRA_FAULT, reason)
+                self._fail(item, Outcome.INFRA_FAULT, reason, lasting=True)
             else:
                 self._pending.append(item)
         for slot in self._slots:
@@ -211,10 +213,16 @@ class PoolJudge:
             while waiting:
                 self._fail(waiting.popleft(), outcome, reason)
 
-    def _fail(self, item: _PoolSample, outcome: Outcome, reason: str) -> None:
+    def _fail(
+        self, item: _PoolSample, outcome: Outcome, reason: str, *, lasting: bool = False
+    ) -> None:
         if not item.done.done():
             fault = Score(
-                uid=item.uid, outcome=outcome, reason=reason, reward_hash=self.reward_hash
+                uid=item.uid,
+                outcome=outcome,
+                reason=reason,
+                reward_hash=self.reward_hash,
+                lasting=lasting,
             )
             item.done.set_result(fault)
 
@@ -344,8 +352,10 @@ class PoolJudge:
         except (KeyError, TypeError):
             return False
         score = _score(message, item, self.reward_hash)
-        if score is None:
+        dropped = message.get("dropped", {})
+        if score is None or not _is_texts(dropped, MAX_COMPONENTS):
             return False
+        self._dropped.tell(dropped)
         del slot.in_flight[item.number]
         slot.crashes = 0
         now = time.monotonic()
@@ -393,7 +403,8 @@ class PoolJudge:
         """Answer the only suspect with its fault, or leave it to be scored once more: as it is, then as if empty."""
         (item,) = suspects
         if not self._policy_answers:
-            self._fail(suspects.pop(), outcome, reason)
+            lasting = outcome is Outcome.INFRA_FAULT
+            self._fail(suspects.pop(), outcome, reason, lasting=lasting)
         elif item.blamed:
             suspects.pop()
             if not item.done.done():
@@ -446,6 +457,15 @@ def _backoff_s(failures: int) -> float:
     return min(0.1 * 2.0 ** min(failures, 10), 5.0)
 
 
+def _is_texts(value: Json, most: int) -> bool:
+    """Whether it is an object of at most so many texts, each no longer than is kept."""
+    return (
+        isinstance(value, dict)
+        and len(value) <= most
+        and all(isinstance(text, str) and len(text) <= MAX_TEXT for text in value.values())
+    )
+
+
 def _score(message: Json, item: _PoolSample, reward_hash: str) -> Score | None:
     """The score that an answer gives; None for one that our code does not send: a function wrote it into the pipe."""
     uid = item.uid
@@ -454,7 +474,13 @@ def _score(message: Json, item: _PoolSample, reward_hash: str) -> Score | None:
             fault, reason = Outcome(message["fault"]), message["reason"]
             if fault.trainable or not isinstance(reason, str):
                 return None
-            return Score(uid=uid, outcome=fault, reason=printable(reason), reward_hash=reward_hash)
+            return Score(
+                uid=uid,
+                outcome=fault,
+                reason=printable(reason),
+                reward_hash=reward_hash,
+                lasting=fault is Outcome.INFRA_FAULT,
+            )
         outcome = Outcome(message.get("outcome", Outcome.OK))
         components, tokens = message["components"], message.get("token_rewards")
         names, numbers = list(components), [message["score"], *components.values(), *(tokens or ())]
@@ -465,9 +491,7 @@ def _score(message: Json, item: _PoolSample, reward_hash: str) -> Score | None:
     if not all(isinstance(n, int | float) and abs(n) <= MAX_FLOAT32 for n in numbers):
         return None
     texts = message.get("texts", {})
-    if not isinstance(texts, dict) or len(texts) > MAX_TEXTS or any(map(name_fault, texts)):
-        return None
-    if not all(isinstance(text, str) and len(text) <= MAX_TEXT for text in texts.values()):
+    if not _is_texts(texts, MAX_TEXTS) or any(map(name_fault, texts)):
         return None
     if tokens is not None and item.tokens not in (None, len(tokens)):
         return None

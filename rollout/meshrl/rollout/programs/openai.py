@@ -20,7 +20,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from meshrl.common.config import Config as BaseConfig
 from meshrl.common.config import read_options
-from meshrl.contract.errors import ConfigError, InfraError
+from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Outcome, PostedReward, Task, Uid
 from meshrl.rollout.agents.agent import (
     FUNCTION,
@@ -199,7 +199,7 @@ class OpenAIProgram(Program):
             session.post(led.reward)
 
     def _outcome(self, session: AgentSession, failure: AgentError | None) -> Outcome | None:
-        """None: the outcome of the last answer. Raises InfraError for a failure that is not the policy's."""
+        """None: the outcome of the last answer. Raises AgentError where it is not the policy's fault."""
         if session.full:
             return Outcome.TRUNCATED
         if failure is None:
@@ -207,4 +207,4 @@ class OpenAIProgram(Program):
         if self._config.on_agent_error == "policy_fault":
             log.info("%s: the agent failed: %s", session.uid, failure)
             return Outcome.POLICY_FAULT
-        raise InfraError(f"the agent failed: {failure}")
+        raise failure

@@ -105,7 +105,7 @@ class ModelJudge(Judge):
                 faults[number] = str(error)
         rewards = iter(self._rewards(texts))
         return [
-            Score(uid=sample.uid, outcome=Outcome.INFRA_FAULT, reason=faults[number])
+            Score(uid=sample.uid, outcome=Outcome.INFRA_FAULT, reason=faults[number], lasting=True)
             if number in faults
             else self._score(sample, next(rewards))
             for number, sample in enumerate(samples)
@@ -129,7 +129,8 @@ class ModelJudge(Judge):
     def _score(self, sample: Sample, reward: float) -> Score:
         if not torch.isfinite(torch.tensor(reward)):
             reason = f"the reward model returned {reward}"
-            return Score(uid=sample.uid, outcome=Outcome.INFRA_FAULT, reason=reason)
+            fault = Outcome.INFRA_FAULT
+            return Score(uid=sample.uid, outcome=fault, reason=reason, lasting=True)
         return Score(uid=sample.uid, outcome=Outcome.OK, score=reward, reward_hash=self._hash)
 
     def _text(self, sample: Sample) -> str:

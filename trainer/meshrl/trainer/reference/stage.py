@@ -122,7 +122,9 @@ class ReferenceStage:
         except (UserError, CorruptError, NotFoundError) as error:  # not found: gone meanwhile
             if len(rows) > 1:  # one row's defect must not fail the others
                 return [r for row in rows for r in await self._answer([row], temperature)]
-            return [Failure(uid=rows[0].uid, outcome=Outcome.INFRA_FAULT, reason=str(error))]
+            lasting = not isinstance(error, NotFoundError)
+            fault, reason = Outcome.INFRA_FAULT, str(error)
+            return [Failure(uid=rows[0].uid, outcome=fault, reason=reason, lasting=lasting)]
         return [
             RowWrite(uid=row.uid, columns=columns)
             for row, columns in zip(rows, results, strict=True)

@@ -13,7 +13,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 
-from meshrl.contract.errors import ConflictError, EndOfDataError, FencedError, NotFoundError
+from meshrl.common.plain_text import counted
+from meshrl.contract.errors import (
+    ConflictError,
+    EndOfDataError,
+    FencedError,
+    NotFoundError,
+    UserError,
+)
 from meshrl.contract.rows import UNTRAINABLE
 from meshrl.contract.types import (
     Batch,
@@ -26,6 +33,7 @@ from meshrl.contract.types import (
     Version,
 )
 from meshrl.transferqueue.model.columns import Damage, InBatch
+from meshrl.transferqueue.model.failures import BATCHES_DEAD, FEWEST_DEAD
 from meshrl.transferqueue.model.group import Group, bits, count_sampled
 from meshrl.transferqueue.model.leases import WorkerVerbs
 from meshrl.transferqueue.model.records import Exit, TakenBatch
@@ -92,6 +100,7 @@ class TrainerVerbs(WorkerVerbs):
         for group in groups:
             group.deaths += 1
         self.record.epoch, self.record.owner = self.record.epoch + 1, owner
+        self.lasting_faults.forget()
         self.give_back([batch for batch in self._batches.values() if not batch.settled])
         if groups and groups[0].deaths >= DEATHS:
             log.warning(
@@ -159,8 +168,28 @@ class TrainerVerbs(WorkerVerbs):
             groups = self._with_due(groups, step, wanted_by)
         return self._take_groups(groups, step, epoch, batch_id)
 
+    def refuse_hopeless(self) -> None:
+        """End a wait for a batch that will not come (`failures.py`). Raises UserError, with the last reason."""
+        faults, rows = self.lasting_faults, self.spec.batch_groups * self.spec.group_size
+        dead = faults.in_a_row()
+        none_finished = dead >= FEWEST_DEAD
+        if not none_finished:
+            dead = faults.dead
+            if not self.spec.gated or dead < max(FEWEST_DEAD, BATCHES_DEAD * rows):
+                return
+        raise UserError(
+            f"run {self.name}: {counted(dead, 'row was', 'rows were')} dead-lettered while the trainer waited for one"
+            f" batch of {rows}{', and none was finished in between' if none_finished else ''}; the last one died of"
+            f" {faults.last!r} (all: meshrl dead-letters; try them again: meshrl dead-letters replay)"
+        )
+
+    def lacks_groups(self, count: int) -> bool:
+        """Whether whoever takes from a run that is not gated, which nobody else feeds, waits for groups that left."""
+        return not self.spec.gated and len(self.groups) - self.in_batches < count
+
     def _take_groups(self, groups: Sequence[Group], step: int, epoch: int, batch_id: str) -> Batch:
         """The batch of these complete groups."""
+        self.lasting_faults.dead = 0
         for group in groups:
             self.complete.discard(group)
             if unfinished := group.unfinished:

@@ -16,6 +16,7 @@ from functools import lru_cache
 from orjson import Fragment
 
 from meshrl.contract.types import Json, Outcome, RowBlock, RowFacts, Uid, Version
+from meshrl.transferqueue.model.failures import LastingFault
 from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.records import TakenBatch, TaskMetadata
 from meshrl.transferqueue.store import FRAME, encode_record, to_json
@@ -171,6 +172,8 @@ class Group:
     """The part of every key that names the group."""
     key: bytes = field(init=False)
     """The key of the group's record."""
+    lasting: dict[tuple[int, int], LastingFault] = field(default_factory=dict)
+    """By stage and index: what the last try of the row met. Not stored."""
     task_key: bytes = field(init=False)
     """The key of the task's payload."""
 
@@ -319,6 +322,8 @@ class Group:
             self.let_go(stage, mask)
         for frame in self.frames:
             frame.live &= ~mask
+        for stage in range(len(self.done)):
+            self.lasting.pop((stage, index), None)
         return self._dropped()
 
     # --- grants

@@ -32,8 +32,9 @@ from meshrl.contract.types import (
     name_fault,
 )
 from meshrl.transferqueue.model.group import Group, count_sampled, task_key
+from meshrl.transferqueue.model.failures import LastFailure
 from meshrl.transferqueue.model.records import DeadRow, Exit, State, TaskMetadata
-from meshrl.transferqueue.model.rows import LastFailure, ResidentRows, Stage
+from meshrl.transferqueue.model.rows import ResidentRows, Stage
 from meshrl.transferqueue.store import Table
 
 log = logging.getLogger(__name__)

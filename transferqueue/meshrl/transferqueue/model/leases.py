@@ -163,6 +163,7 @@ class WorkerVerbs(FeederVerbs):
                     grant.holder.finished(tokens, now - grant.since)
                     holders[grant.holder] = None
             group.mark_written(number, block.indices, mask, block.token)
+            self.lasting_faults.finished[stage.name] += len(block)
             self._drop_frames(group, group.drop_progress(number, mask))
             if block.facts:
                 group.set_facts(block.indices, block.facts)
@@ -251,13 +252,36 @@ class WorkerVerbs(FeederVerbs):
 
     # --- rows come back
 
-    def fail(self, stage: Stage, uid: Uid, token: int, outcome: Outcome, reason: str) -> None:
-        """A worker reports that it cannot finish a row. Raises FencedError, with `uid`."""
+    def fail(
+        self,
+        stage: Stage,
+        uid: Uid,
+        token: int,
+        outcome: Outcome,
+        reason: str,
+        *,
+        lasting: bool = False,
+    ) -> None:
+        """A worker reports that it cannot finish a row. Raises FencedError, with `uid`.
+
+        Where the fault is `lasting`, a stage that reads columns tries the row once more at most; one that samples may
+        draw something else each time.
+        """
         group = self.find(uid)
         if group is None or not group.held_under(stage.number, token) >> uid.index & 1:
             raise self._fenced(stage, uid, token)
         self.note_failure(stage, uid, reason)
-        self._redeliver(stage, group, 1 << uid.index, outcome, reason)
+        if not lasting:
+            self._redeliver(stage, group, 1 << uid.index, outcome, reason)
+            return
+        place = stage.number, uid.index
+        fault = self.lasting_faults.met(stage.name, group.lasting.get(place), reason)
+        group.lasting[place] = fault
+        last = fault.again and not stage.first
+        self._redeliver(stage, group, 1 << uid.index, outcome, reason, last=last)
+        if self.find(uid) is None:
+            self.lasting_faults.died(stage.name, fault)
+            self.complete_signal.notify()
 
     def release(self, stage: Stage, token_of: Mapping[Uid, int]) -> None:
         """Rows come back untouched; rows that the caller does not hold any more are skipped."""
@@ -285,15 +309,23 @@ class WorkerVerbs(FeederVerbs):
         self._redeliver(stage, grant.group, grant.mask, Outcome.INFRA_FAULT, EXPIRED)
 
     def _redeliver(
-        self, stage: Stage, group: Group, mask: int, outcome: Outcome, reason: str
+        self,
+        stage: Stage,
+        group: Group,
+        mask: int,
+        outcome: Outcome,
+        reason: str,
+        *,
+        last: bool = False,
     ) -> None:
-        """Rows come back; those that had their last delivery are dead-lettered."""
+        """Rows come back; those that had their last delivery are dead-lettered, or all if this was the `last` one."""
         self.return_rows(stage, group, mask)
         self.save([group])
         deliveries = group.deliveries[stage.number]
         for index in bits(mask):
             # A dead letter may take its siblings with it.
-            if deliveries[index] >= self.spec.max_attempts and group.present >> index & 1:
+            given_up = last or deliveries[index] >= self.spec.max_attempts
+            if given_up and group.present >> index & 1:
                 self.dead_letter(group, index, stage, outcome, reason)
 
     def redo(self, stage: Stage, uids: Sequence[Uid]) -> int:

@@ -16,6 +16,7 @@ from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.frames import checksum_of
 from meshrl.contract.types import NOTES, RowBlock, RunSpec, StageSpec, Uid
 from meshrl.transferqueue import sampling
+from meshrl.transferqueue.model.failures import LastFailure, LastingFaults
 from meshrl.transferqueue.model.fair_share import FairShare, Holder
 from meshrl.transferqueue.model.group import Counts, Grant, Group, StoredFrame, count_sampled
 from meshrl.transferqueue.model.records import (
@@ -132,19 +133,6 @@ class Stages:
         return [self.ordered[n] for n in sorted({self._of_column[name] for name in columns})]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastFailure:
-    """What a stage's workers could not do."""
-
-    count: int
-    first: float
-    last: float
-    """Of the run's clock."""
-    uid: Uid
-    """Of the last one."""
-    reason: str
-
-
 class ResidentRows:
     """What a run keeps in RAM, the sets in which its rows wait, and the moves that several verbs share."""
 
@@ -222,6 +210,7 @@ class ResidentRows:
         """Calls of `publish` since the queue opened: shows a waiting lease that its version may be too old."""
         self._failures: dict[str, LastFailure] = {}
         self.failures: Final[Mapping[str, LastFailure]] = self._failures
+        self.lasting_faults: Final = LastingFaults()
         """By stage, since the queue opened."""
         self.ready_to_taken: Final = Durations()
         """Per row since the queue opened: from the last column of its group to the batch that takes it."""
