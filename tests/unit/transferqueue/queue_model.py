@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from meshrl.contract.rows import UNTRAINABLE
 from meshrl.contract.types import GroupPolicy, RunSpec, StalePolicy
+from meshrl.transferqueue.model.batches import ALONE, ALONE_LAST
 
 STAGES = ("rollout", "reward", "reference")
 FINAL = frozenset(STAGES)
@@ -58,6 +60,14 @@ class ModelGroup:
     """Trainers that died with it since it was settled or had other rows."""
     failed_in: int = 0
     """Epoch of the last of them that said that its step failed."""
+    died_alone: int = 0
+    """Of the others, those that had nothing else in hand and before which steps were made."""
+    settled_before: int = -1
+    """Batches settled when the last of these died."""
+
+    def forget_deaths(self) -> None:
+        self.deaths = self.failed_in = self.died_alone = 0
+        self.settled_before = -1
 
     @property
     def complete(self) -> bool:
@@ -68,7 +78,7 @@ class ModelGroup:
         self.replaced.subtract({index: self.replaced[index] for index in indices})
         self.rows += [ModelRow(self, index, self.attempts[index]) for index in indices]
         self.rows.sort(key=lambda row: row.index)
-        self.deaths = self.failed_in = 0
+        self.forget_deaths()
 
 
 @dataclass(eq=False)
@@ -108,7 +118,7 @@ class Model:
         self.seen: list[str] = []
         self.admitted = self.trained = 0
         self.filtered, self.stale, self.dead = Counter[str](), Counter[str](), Counter[str]()
-        self.epoch, self.published, self.committed, self.takes = 1, 0, 0, 0
+        self.published, self.committed, self.takes, self.settled = 0, 0, 0, 0
 
     def room(self) -> int:
         consumed = sum(len(b.groups) for b in self.batches if b.settled and b.step < self.published)
@@ -180,7 +190,8 @@ class Model:
                 self.admitted += 1
         return answered
 
-    def take(self, name: str, step: int, count: int) -> list[ModelRow] | None:
+    def _fresh(self, step: int, count: int) -> list[ModelGroup]:
+        """The next groups that are not too old; those that are leave."""
         while True:
             complete = [group for group in self.groups if group.complete]
             again = [group for group in complete if group.position is not None]
@@ -189,14 +200,21 @@ class Model:
             chosen = (again + fresh)[:count]
             stale = [group for group in chosen if self._too_old(group, step)]
             if not stale:
-                break
+                return chosen
             for group in stale:
                 self._retire(group)
+
+    def take(self, name: str, step: int, count: int) -> list[ModelRow] | None:
+        chosen, enough = self._fresh(step, count), count
+        if held := [group for group in chosen if group.settled_before == self.settled]:
+            more = self._fresh(step, count + len(held))
+            if others := [group for group in more if group.settled_before != self.settled]:
+                chosen, enough = others[:count], 0
         if suspects := [group for group in chosen if group.deaths >= 2]:
             fewest = min(group.deaths for group in suspects)
             part = [group for group in suspects if group.deaths == fewest]
             chosen = part[: max(1, count // 2 ** (fewest - 1))]
-        elif len(chosen) < count:
+        elif len(chosen) < enough:
             return None
         batch = ModelBatch(name, step, chosen)
         self.batches.append(batch)
@@ -228,7 +246,9 @@ class Model:
             return
         group.attempts = [attempt + 1 for attempt in group.attempts]
         group.rows = []
+        died = group.deaths, group.died_alone, group.settled_before
         group.add(*range(self.size))
+        group.deaths, group.died_alone, group.settled_before = died
         self.admitted += self.size
         group.position = None
 
@@ -248,13 +268,36 @@ class Model:
                 self._leave(group)
         self.committed = step
 
-    def died(self) -> None:
+    def restarted(self) -> None:
+        """The queue is another process."""
+        self.settled = 0
+        for group in self.groups:
+            group.settled_before = -1
+
+    def died(self, epoch: int) -> None:
         """A trainer died, and another one has the run."""
         batches = [batch for batch in self.batches if not batch.settled]
         in_hand = [group for batch in batches for group in batch.groups]
         self.give_back(batches)
         for group in in_hand:
             group.deaths += 1
+        if len(in_hand) != 1 or in_hand[0].failed_in == epoch:
+            return
+        (alone,) = in_hand
+        clean = [
+            g for g in self.groups if not g.died_alone and any(r.done == FINAL for r in g.rows)
+        ]
+        if (
+            not alone.died_alone
+            or alone.settled_before not in (-1, self.settled)
+            or (not clean and alone.deaths >= ALONE_LAST)
+        ):
+            alone.died_alone += 1
+        alone.settled_before = self.settled
+        if alone.died_alone >= ALONE:
+            for row in list(alone.rows):
+                if alone in self.groups:
+                    self._die(row, f"{UNTRAINABLE}: trainers die with its group alone in hand")
 
     def failed(self, batch: ModelBatch, epoch: int, reason: str) -> None:
         """The step of the batch's only group failed."""
@@ -270,8 +313,9 @@ class Model:
 
     def settle(self, batch: ModelBatch) -> None:
         batch.settled = True
+        self.settled += 1
         for group in batch.groups:
-            group.deaths = group.failed_in = 0
+            group.forget_deaths()
 
     def give_back(self, batches: list[ModelBatch]) -> int:
         for batch in batches:

@@ -1,19 +1,23 @@
 """What trainers die of is found: a batch that was in hand at two deaths is taken in ever smaller parts.
 
-Only what a trainer says itself gives rows up: any process may be killed, any number of times.
+A group is given up if two trainers say that a step of it alone failed, or if several die with it alone in hand and
+work in between: any process may be killed, any number of times.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from meshrl.contract.errors import EndOfDataError
+from meshrl.contract.errors import EndOfDataError, WaitTimeoutError
 from meshrl.contract.rows import FAILED, UNTRAINABLE
 from meshrl.contract.types import Batch, GroupPolicy, RunSpec
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
+from meshrl.transferqueue.model.batches import ALONE_LAST
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import DiskStore
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -29,8 +33,11 @@ async def told(actors: Actors, batch: Batch) -> None:
 class Trainers:
     """Trainers of one run, one after the other, each of which dies of the groups of some tasks."""
 
-    def __init__(self, actors: Actors, groups: int, deadly: set[str]) -> None:
+    def __init__(
+        self, actors: Actors, groups: int, deadly: set[str], *, silent: bool = False
+    ) -> None:
         self.actors = actors
+        self._silent = silent
         self.deaths = 0
         self.sizes: list[int] = []
         """Groups of each take."""
@@ -62,7 +69,7 @@ class Trainers:
         batch = await self.actors.take(self._step, groups=self._groups)
         self.sizes.append(len(batch.groups))
         if self._deadly & {f"{group.task}.{max(group.attempts)}" for group in batch.groups}:
-            if len(batch.groups) == 1:
+            if len(batch.groups) == 1 and not self._silent:
                 await told(self.actors, batch)
             return False
         await self.actors.settle(self._step)
@@ -108,6 +115,74 @@ async def test_one_group_never_ends_a_run(
     assert letter.reason == f"{UNTRAINABLE}: twice {FAILED}: split"
     assert deaths <= 2 + groups.bit_length()
     assert sum(2 * size > groups for size in trainers.idle_deaths) <= 2
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 8])
+@pytest.mark.parametrize("deadly", [0, 1, 7, 9])
+@pytest.mark.parametrize("save_freq", [1, 3])
+async def test_a_group_that_kills_without_a_word_is_given_up_and_the_others_are_trained(
+    opened: Actors, groups: int, deadly: int, save_freq: int
+) -> None:
+    """A crash in native code, or the out-of-memory killer, while its step is computed."""
+    actors = opened
+    await filled(actors, 10)
+    trainers = Trainers(actors, groups, {f"t{deadly}.0"}, silent=True)
+    async with asyncio.timeout(60):
+        await trainers.train(save_freq)
+    ledger = await actors.ledger()
+    assert (ledger.admitted, ledger.trained) == (20, 18)
+    (letter,) = await actors.queue.dead_letters("run")
+    assert letter.uid.task == f"t{deadly}" and letter.reason.startswith(UNTRAINABLE)
+    assert trainers.deaths <= 2 + groups.bit_length() + ALONE_LAST
+
+
+async def test_several_groups_that_kill_without_a_word_are_all_found(opened: Actors) -> None:
+    actors = opened
+    await filled(actors, 12)
+    deadly = {"t0.0", "t3.0", "t9.0", "t10.0"}
+    trainers = Trainers(actors, 4, deadly, silent=True)
+    async with asyncio.timeout(60):
+        await trainers.train()
+    assert (await actors.ledger()).trained == 16
+    letters = await actors.queue.dead_letters("run")
+    assert {f"{each.uid.task}.0" for each in letters} == deadly
+
+
+@pytest.mark.parametrize("told", [False, True])
+async def test_a_task_that_kills_is_found_where_each_step_makes_its_rows_too_old(
+    told: bool,
+) -> None:
+    """On-policy: what is left of a batch that was taken apart is sampled again, and kills again."""
+    actors = Actors(await TransferQueue.open(MemoryStore()))
+    await actors.start(spec(max_staleness=0.0, batch_groups=4, max_attempts=20))
+    deadly, step, deaths = "t2", 0, 0
+    await actors.feed(tasks(4))
+    while not await actors.queue.dead_letters("run"):
+        for _ in range(2):  # what was sampled, and what is sampled again
+            with contextlib.suppress(WaitTimeoutError):
+                await actors.work()
+            with contextlib.suppress(WaitTimeoutError):
+                batch = await actors.take(step, groups=4)
+                break
+        if deadly in {group.task for group in batch.groups}:
+            deaths += 1
+            assert deaths < 20
+            if told and len(batch.groups) == 1:
+                uids = [row.uid for row in batch.rows]
+                await actors.queue.filter(
+                    "run", epoch=actors.epoch, uids=uids, reason=f"{FAILED}: split"
+                )
+            actors.epoch = (await actors.queue.acquire("run", "t")).epoch
+            await actors.queue.rewind("run", epoch=actors.epoch, step=step)
+        else:
+            await actors.settle(step)
+            step += 1
+            await actors.commit(step)
+        await actors.publish(step)
+        with contextlib.suppress(WaitTimeoutError):
+            await actors.feed(tasks(4, start=4 * (step + 1)))
+    assert {letter.uid.task for letter in await actors.queue.dead_letters("run")} == {deadly}
+    await actors.queue.close()
 
 
 async def test_several_groups_are_found_one_after_the_other(opened: Actors) -> None:

@@ -251,8 +251,9 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(back=st.integers(0, 2))
     def resume(self, back: int) -> None:
         """A trainer dies and another resumes at the last checkpoint or a little later."""
+        before = self.actors.epoch
         self.actors.epoch = self.run(self.actors.queue.acquire("run", "next")).epoch
-        self.model.died()
+        self.model.died(before)
         step = self.model.committed + back
         later = [b for b in self.model.batches if b.step >= step]
         expected = self.model.give_back(later)
@@ -261,7 +262,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.model.published = step
         self.run(self.actors.publish(step))
 
-    @rule(times=st.integers(2, 5), count=st.integers(1, 3), say=st.booleans())
+    @rule(times=st.integers(2, 9), count=st.integers(1, 3), say=st.booleans())
     def die_of_it(self, times: int, count: int, say: bool) -> None:
         """Trainers that die of what they take, one after the other; some say that its step failed."""
         for _ in range(times):
@@ -288,6 +289,7 @@ class QueueMachine(RuleBasedStateMachine):
         else:
             self.run(self.actors.queue.close())
         self.actors.queue = self.run(TransferQueue.open(self.store))
+        self.model.restarted()
 
     @invariant()
     def the_ledgers_agree(self) -> None:

@@ -37,6 +37,7 @@ from meshrl.transferqueue.model.failures import BATCHES_DEAD, FEWEST_DEAD
 from meshrl.transferqueue.model.group import Group, bits, count_sampled
 from meshrl.transferqueue.model.leases import WorkerVerbs
 from meshrl.transferqueue.model.records import Exit, TakenBatch
+from meshrl.transferqueue.model.rows import Stage
 from meshrl.transferqueue.model.waiting import Sampled, due, first_version, most_lacking
 from meshrl.transferqueue.store import Table, decode_record, encode_record
 
@@ -53,6 +54,11 @@ ALWAYS_STALE = "stale at each attempt"
 
 DEATHS = 2
 """Trainers that die with a batch in hand before it is taken apart: one may have been killed for any reason."""
+ALONE = 3
+"""Trainers that die without a word with one group alone in hand before it is given up; steps of others are made in
+between."""
+ALONE_LAST = 6
+"""The same where there is no other group of which a step could be made."""
 
 
 class TrainerVerbs(WorkerVerbs):
@@ -91,7 +97,10 @@ class TrainerVerbs(WorkerVerbs):
     def acquire(self, owner: str) -> None:
         """`owner` has the run now; who has lost it had the batches that it was told of and has not settled.
 
-        Their groups are complete again, and are known as what it may have died of.
+        Their groups are complete again, and are known as what it may have died of. What trainers die with that say
+        nothing (native code that crashes, memory that is not enough) looks like a kill that has nothing to do with
+        rows, so a group that was alone in hand is held back until a step of others is made. It is given up when
+        trainers have died with it ALONE times, and worked in between.
         """
         in_hand = [
             batch for batch in self._batches.values() if batch.answered and not batch.settled
@@ -99,6 +108,10 @@ class TrainerVerbs(WorkerVerbs):
         groups = [group for batch in in_hand for group in self.groups_of(batch)]
         for group in groups:
             group.deaths += 1
+        alone = groups[0] if len(groups) == 1 else None
+        if alone is not None and alone.failed_in != self.record.epoch:
+            alone.died_alone += self._is_evidence(alone)
+            alone.settled_before = self._settled
         self.record.epoch, self.record.owner = self.record.epoch + 1, owner
         self.lasting_faults.forget()
         self.give_back([batch for batch in self._batches.values() if not batch.settled])
@@ -110,8 +123,24 @@ class TrainerVerbs(WorkerVerbs):
                 groups[0].task_id,
                 len(groups) - 1,
             )
+        if alone is not None and alone.died_alone >= ALONE:
+            reason = f"{UNTRAINABLE}: trainers die with its group alone in hand"
+            log.error("run %s: task %s: %s", self.name, alone.task_id, reason)
+            self.complete.discard(alone)
+            self._bury_all(alone, alone.present, self.stages.ordered[0], reason)
         self.save()
         self.notify_all()
+
+    def _is_evidence(self, alone: Group) -> bool:
+        """Whether the death of a trainer with this group alone in hand says something of the group.
+
+        The first one does; a further one after a step of others, or where it is one of many and no group is left that
+        nobody died with alone.
+        """
+        if not alone.died_alone or alone.settled_before not in (-1, self._settled):
+            return True
+        others = any(group.finished and not group.died_alone for group in self.groups.values())
+        return not others and alone.deaths >= ALONE_LAST
 
     def publish(self, version: Version) -> None:
         """`version` is the newest one; batches of earlier steps may become consumed. An older one changes nothing."""
@@ -144,13 +173,12 @@ class TrainerVerbs(WorkerVerbs):
                 f"run {self.name}: step {step} is committed, so batch {batch_id} was trained and has left",
                 committed_step=self.record.committed_step,
             )
-        while True:
-            groups = [self.groups[number] for number in self.complete.first(count)]
-            stale = [group for group in groups if self.too_old(group, step)]
-            if not stale:
-                break
-            for group in stale:
-                self.retire(group)
+        groups = self.fresh_enough(step, count)
+        if held := [group for group in groups if group.settled_before == self._settled]:
+            others = self.fresh_enough(step, count + len(held))
+            others = [group for group in others if group.settled_before != self._settled][:count]
+            if others:
+                return self._take_groups(suspects(others, count) or others, step, epoch, batch_id)
         if part := suspects(groups, count):
             return self._take_groups(part, step, epoch, batch_id)
         if len(groups) < count:
@@ -219,6 +247,16 @@ class TrainerVerbs(WorkerVerbs):
         batch.groups.append(group.number)
         self.in_batches += 1
 
+    def fresh_enough(self, step: int, count: int) -> list[Group]:
+        """At most the next `count` complete groups in order; groups that are too old leave first."""
+        while True:
+            groups = [self.groups[number] for number in self.complete.first(count)]
+            stale = [group for group in groups if self.too_old(group, step)]
+            if not stale:
+                return groups
+            for group in stale:
+                self.retire(group)
+
     def too_old(self, group: Group, step: int) -> bool:
         """True when a row of the group was sampled more than `max_staleness` steps before `step`."""
         oldest = min([facts.oldest.step for facts in group.facts_of(group.present)], default=step)
@@ -241,7 +279,10 @@ class TrainerVerbs(WorkerVerbs):
             self.remove_rows(group, group.present, Exit.STALE, REISSUED)
             self._sample_from(group, None)
             group.position = -1
+            # What trainers die of may be in the task: with each step that is made meanwhile it would begin anew.
+            died = group.deaths, group.died_alone, group.settled_before
             self.start_attempts(group, range(group.size))
+            group.deaths, group.died_alone, group.settled_before = died
             self.save([group])
             return
         self.remove_group(group, Exit.STALE, reason)
@@ -374,13 +415,16 @@ class TrainerVerbs(WorkerVerbs):
         self._take_out(batch, groups)
         for group in groups:
             damage = damaged[group.number]
-            for index in bits(damage.rows & group.present):
-                if (
-                    self.groups.get(group.number) is group
-                ):  # a dead letter may take its siblings with it
-                    self.dead_letter(group, index, damage.stage, Outcome.INFRA_FAULT, damage.reason)
+            self._bury_all(group, damage.rows & group.present, damage.stage, damage.reason)
+
+    def _bury_all(self, group: Group, mask: int, stage: Stage, reason: str) -> None:
+        """Rows of a group that cannot be taken now leave as dead letters; the others do what the policy says."""
+        for index in bits(mask):
+            # A dead letter may take its siblings with it.
             if self.groups.get(group.number) is group:
-                self.offer_if_complete(group)
+                self.dead_letter(group, index, stage, Outcome.INFRA_FAULT, reason)
+        if self.groups.get(group.number) is group:
+            self.offer_if_complete(group)
 
     def quarantine_unread(self, uids: Sequence[Uid], reason: str) -> None:
         """Taken rows that their trainer could not read or compute with leave as in `quarantine_taken`.
@@ -414,9 +458,10 @@ class TrainerVerbs(WorkerVerbs):
         if batch.settled:
             return
         batch.settled = True
+        self._settled += 1
         for group in self.groups_of(batch):
             if group.deaths or group.failed_in:
-                group.deaths = group.failed_in = 0
+                group.forget_deaths()
                 self._commit_log.touch(group)
             self._refresh(group)
         self._commit_log.touch(batch)

@@ -160,6 +160,10 @@ class Group:
     """Trainers that died with these rows in hand since a step was last made of them."""
     failed_in: int = 0
     """Epoch of the last trainer that said that a step of this group alone failed, since then; 0: none did."""
+    died_alone: int = 0
+    """Trainers that died without a word with this group alone in hand, since then; see `TrainerVerbs.acquire`."""
+    settled_before: int = -1
+    """How many batches had been settled when the last of them died. Not stored."""
     position: int = -1
     """Place in the order of all takes, which a repeated take follows. -1: never taken."""
     sampled_from: int | None = None
@@ -168,12 +172,12 @@ class Group:
     """When a row last changed hands; monotonic seconds."""
     lost_by: dict[int, str] = field(default_factory=dict)
     """Per index: the worker whose lease on the row expired last."""
+    lasting: dict[tuple[int, int], LastingFault] = field(default_factory=dict)
+    """By stage and index: what the last try of the row met. Not stored."""
     suffix: bytes = field(init=False)
     """The part of every key that names the group."""
     key: bytes = field(init=False)
     """The key of the group's record."""
-    lasting: dict[tuple[int, int], LastingFault] = field(default_factory=dict)
-    """By stage and index: what the last try of the row met. Not stored."""
     task_key: bytes = field(init=False)
     """The key of the task's payload."""
 
@@ -297,6 +301,11 @@ class Group:
         self.failed_in = epoch
         return False
 
+    def forget_deaths(self) -> None:
+        """A step was made of it, or it is sampled again: whatever trainers died of is not in its rows."""
+        self.deaths = self.failed_in = self.died_alone = 0
+        self.settled_before = -1
+
     # --- rows come and go
 
     def add_row(self, index: int, now: float, *, replacements: int = 0) -> None:
@@ -308,11 +317,13 @@ class Group:
             self.done[stage] &= ~bit
             self.deliveries[stage][index] = self.writers[stage][index] = 0
         self.set_facts([index], [None])
-        self.deaths = self.failed_in = 0
+        self.forget_deaths()
         self.replacements[index] = replacements
         if self.recorded_progress:
             self.recorded_progress[index] = 0
         self.lost_by.pop(index, None)
+        for stage in range(len(self.done)):
+            self.lasting.pop((stage, index), None)
         self.since = now
 
     def drop_rows(self, mask: int) -> list[StoredFrame]:
@@ -322,8 +333,6 @@ class Group:
             self.let_go(stage, mask)
         for frame in self.frames:
             frame.live &= ~mask
-        for stage in range(len(self.done)):
-            self.lasting.pop((stage, index), None)
         return self._dropped()
 
     # --- grants
@@ -435,7 +444,7 @@ class Group:
                 outcome, num_tokens, oldest, newest, *rest = facts
                 stored.append((OUTCOMES.index(outcome), num_tokens, *oldest, *newest, *rest))
             self.facts_json = Fragment(to_json(stored))
-        died = [self.deaths, self.failed_in] if self.deaths or self.failed_in else []
+        died = (self.deaths, self.failed_in, self.died_alone)
         return encode_record(
             [
                 self.number,
@@ -459,7 +468,7 @@ class Group:
                 self.next_frame,
                 self.recorded_progress,
                 [(g.stage, g.token, g.worker, hexed(g.mask)) for g in self.grants],
-                *died,
+                *(died if any(died) else ()),
             ]
         )
 
@@ -498,7 +507,7 @@ class Group:
             since=now,
         )
         if deaths:
-            group.deaths, group.failed_in = deaths
+            group.deaths, group.failed_in, group.died_alone = (*deaths, 0)[:3]
         for stage, token, worker, mask in grants:
             grant = Grant(group, stage, token, worker, int(mask, 16), now, now)
             group.grants.append(grant)

@@ -31,8 +31,8 @@ from meshrl.contract.types import (
     Uid,
     name_fault,
 )
-from meshrl.transferqueue.model.group import Group, count_sampled, task_key
 from meshrl.transferqueue.model.failures import LastFailure
+from meshrl.transferqueue.model.group import Group, count_sampled, task_key
 from meshrl.transferqueue.model.records import DeadRow, Exit, State, TaskMetadata
 from meshrl.transferqueue.model.rows import ResidentRows, Stage
 from meshrl.transferqueue.store import Table

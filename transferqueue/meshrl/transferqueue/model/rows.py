@@ -206,11 +206,13 @@ class ResidentRows:
         self.in_batches = 0
         """Groups in a batch, taken or settled."""
         self._consumed = 0
+        self._settled = 0
+        """Batches that were settled since the queue opened."""
         self.publishes = 0
         """Calls of `publish` since the queue opened: shows a waiting lease that its version may be too old."""
+        self.lasting_faults: Final = LastingFaults()
         self._failures: dict[str, LastFailure] = {}
         self.failures: Final[Mapping[str, LastFailure]] = self._failures
-        self.lasting_faults: Final = LastingFaults()
         """By stage, since the queue opened."""
         self.ready_to_taken: Final = Durations()
         """Per row since the queue opened: from the last column of its group to the batch that takes it."""
