@@ -101,11 +101,11 @@ def lasting_fault(error: OSError) -> str:
         return ""
     where = error.filename
     if where is None and error.errno in FULL:
-        where = next(_full_places(), None)
+        where = next(full_places(), None)
     return f"{where if where is not None else 'a file'}: {error.strerror}"
 
 
-def _full_places() -> Iterator[str]:
+def full_places() -> Iterator[str]:
     """The full ones among the places that a write without a file name may have been to."""
     for descriptor, name in ((1, "standard output"), (2, "standard error")):
         try:

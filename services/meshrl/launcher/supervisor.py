@@ -12,14 +12,16 @@ unblocked by: a verdict; every wait also ends on `over` or on a second `stop`. p
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from meshrl.common.files import lasting_fault
+from meshrl.common.files import full_places, lasting_fault
 from meshrl.contract.errors import ConflictError, MeshError, UserError
 from meshrl.launcher.preloading import Preloading
 from meshrl.launcher.processes import LineSink, ServiceProcess, StartProcess, Watchdog
@@ -34,7 +36,8 @@ QUICK_FAILURES = 3
 """That many in a row, between which the run made no step, are a crash loop; so are as many lives in which nothing got
 done."""
 PARTS_FAILED = 16
-"""Lives in a row that may end with a part of a batch: each leaves half of the rows that it may have died of."""
+"""Lives in a row of a trainer that may end with rows in hand, by a signal or with a part of a batch that failed: each
+leaves half of the rows that it may have died of."""
 FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 5.0
 PROBE_EVERY_S = 0.1
@@ -280,14 +283,18 @@ class Supervisor:
                 line = f"{service.name}: {process.last_error.removeprefix('error: ')}"
                 self._fail(service, Verdict(code=Exit.USER_ERROR, line=line))
                 return
-            if code == Exit.REFUSED:
-                line = f"{service.name}: {process.last_error.removeprefix('error: ')}"
-                self._fail(service, Verdict(code=Exit.FAILED, line=line))
-                return
             if code == Exit.PORT_IN_USE and service.on_port_taken and ports_tried < PORT_TRIES:
                 ports_tried += 1
                 service.on_port_taken()
                 continue
+            if code in (Exit.REFUSED, Exit.PORT_IN_USE):
+                line = f"{service.name}: {process.last_error.removeprefix('error: ')}"
+                self._fail(service, Verdict(code=Exit.FAILED, line=line))
+                return
+            if code == -signal.SIGBUS and (full := next(full_places(), "")):
+                line = f"{service.name} {_exit_text(code)}: {full}: {os.strerror(errno.ENOSPC)}"
+                self._fail(service, Verdict(code=Exit.FAILED, line=line))
+                return
             if not ready and service.crash_at_start and -code in CRASHES:
                 line = f"{service.name} {_exit_text(code)} before it was ready: {service.crash_at_start}"
                 self._fail(service, Verdict(code=Exit.USER_ERROR, line=line))
@@ -298,9 +305,13 @@ class Supervisor:
                 return
             alive_s = asyncio.get_running_loop().time() - (process.ready_at or process.started)
             useless = not ready or alive_s < QUICK_S or code == Exit.NO_PROGRESS
-            worked = ready and not service.fleet and self._steps() > steps
-            parts_failed = parts_failed + 1 if code == Exit.PART_FAILED else 0
-            if not 0 < parts_failed <= PARTS_FAILED:
+            worked = ready and not self._fleet_of(service)[1:] and self._steps() > steps
+            # What kills it may be in its rows: the queue gives the next one a part of them.
+            killed = ready and service.leads and (code < 0 or code > 128)
+            parts_failed = parts_failed + 1 if killed or code == Exit.PART_FAILED else 0
+            if 0 < parts_failed <= PARTS_FAILED:
+                failures = max(failures, 1)
+            else:
                 failures = failures + 1 if useless and not worked else 1
             if not await self._backed_off(
                 service, failures, _exit_text(code), f"it last said: {process.last_error}"
@@ -327,7 +338,7 @@ class Supervisor:
         """Handle a service that will not be started again: ends the run, unless others of its fleet do its work."""
         self.states[service.name].phase = "failed"
         self._ready[service.name].set()  # those that start after it must not wait for it
-        fleet = [s.name for s in self._services if service.fleet and s.fleet == service.fleet]
+        fleet = self._fleet_of(service)
         left = [name for name in fleet if self.states[name].phase not in GONE]
         if left and (service.expendable or verdict.code != Exit.USER_ERROR):
             self._sink("up", f"the run goes on without it: {verdict.line}")
@@ -336,6 +347,10 @@ class Supervisor:
             line = f"no {service.fleet} worker is left of {len(fleet)}: {verdict.line}"
             verdict = Verdict(code=verdict.code, line=line)
         self._end(verdict)
+
+    def _fleet_of(self, service: Service) -> list[str]:
+        """Names of all services that stand in for each other with this one; none where nobody can."""
+        return [s.name for s in self._services if service.fleet and s.fleet == service.fleet]
 
     async def _start(self, service: Service) -> ServiceProcess:
         process = await self._start_process(service, self._sink, self._preloading)

@@ -17,6 +17,7 @@ from types import TracebackType
 import pytest
 
 from meshrl.contract.errors import ConflictError, UserError
+from meshrl.launcher import supervisor
 from meshrl.launcher.preloading import Preloading
 from meshrl.launcher.processes import LineSink, ServiceProcess, Watchdog
 from meshrl.launcher.service import Service
@@ -444,6 +445,67 @@ async def test_a_trainer_that_finds_out_what_it_dies_of_may_fail_more_often() ->
     verdict = await mesh.supervise(mesh.service("trainer", dies, dies, looks)).run()
     assert verdict.line.startswith("trainer failed 3 times in a row")
     assert mesh.supervisor.states["trainer"].restarts == 2 + PARTS_FAILED
+
+
+@in_virtual_time
+@pytest.mark.parametrize("code", [-signal.SIGSEGV, -signal.SIGKILL, 128 + signal.SIGSEGV])
+async def test_a_trainer_that_is_killed_at_its_work_may_be_what_its_rows_do(code: int) -> None:
+    """The queue finds the row in ever smaller parts, or gives it up: a rank's signal is 128 + N of its launcher."""
+    dies = Life(seconds=1, code=code)
+    mesh = Mesh()
+    rules = {"finite": True, "leads": True}
+    trainer = mesh.service("trainer", *[dies] * PARTS_FAILED, Life(seconds=1, code=0), **rules)
+    assert (await mesh.supervise(trainer).run()).finished
+    mesh = Mesh()
+    verdict = await mesh.supervise(mesh.service("trainer", dies, **rules)).run()
+    assert verdict.line.startswith("trainer failed 3 times in a row")
+    assert mesh.supervisor.states["trainer"].restarts == 1 + PARTS_FAILED
+    mesh = Mesh()
+    never_ready = Life(seconds=1, code=code, ready_s=FOREVER)
+    assert not (await mesh.supervise(mesh.service("trainer", never_ready, **rules)).run()).finished
+    assert len(mesh.processes) == QUICK_FAILURES
+
+
+@in_virtual_time
+async def test_a_port_that_stays_taken_ends_the_run_at_once() -> None:
+    taken = Life(
+        seconds=0.1, code=Exit.PORT_IN_USE, ready_s=FOREVER, says="error: 1.2.3.4:5 is in use"
+    )
+    mesh = Mesh()
+    verdict = await mesh.supervise(mesh.service("queue", taken)).run()
+    assert (verdict.code, verdict.line) == (Exit.FAILED, "queue: 1.2.3.4:5 is in use")
+    assert len(mesh.processes) == 1
+
+
+@in_virtual_time
+async def test_a_bus_error_where_shared_memory_is_full_ends_the_run_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever writes to a page for which there is no room is killed, and would be again."""
+    full: list[str] = []
+    monkeypatch.setattr(supervisor, "full_places", lambda: iter(full))
+    dies = Life(seconds=60, code=-signal.SIGBUS)
+    mesh = Mesh()
+    async with mesh.running(mesh.service("trainer", dies)) as over:
+        await until(lambda: len(mesh.of("trainer")) == 4)
+        full.append("/dev/shm")
+        await until(lambda: over.done())
+        assert (
+            await over
+        ).line == "trainer was killed by SIGBUS: /dev/shm: No space left on device"
+
+
+@in_virtual_time
+async def test_steps_speak_for_the_only_one_of_a_fleet() -> None:
+    mesh = Mesh()
+    dies = Life(seconds=QUICK_S / 2, code=-signal.SIGKILL)
+    async with mesh.running(mesh.service("rollout-0", dies, fleet="rollout")) as over:
+        for life in range(1, 10):
+            await until(lambda life=life: len(mesh.of("rollout-0")) == life)  # type: ignore[misc]
+            await until(lambda: mesh.phase("rollout-0") == "ready")
+            await asyncio.sleep(QUICK_S / 4)
+            mesh.steps += 1
+        assert not over.done()
 
 
 @in_virtual_time

@@ -177,7 +177,7 @@ async def test_a_reward_that_never_scores_ends_the_wait_for_a_batch_after_sixtee
     await admit(queue, "train", ["bad"] * 40, max_attempts=9)
     stage = RewardStage(queue, ["train"], judge, worker="judge")
     async with running(stage):
-        with pytest.raises(UserError, match="none was finished in between.*cannot judge this"):
+        with pytest.raises(UserError, match=r"none was finished in between.*cannot judge this"):
             await queue.take("train", epoch=1, step=0, groups=40, batch_id="b", wait_s=60)
     letters = await queue.dead_letters("train")
     assert len(letters) >= 16 and {letter.attempts for letter in letters} == {2}
