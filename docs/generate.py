@@ -39,7 +39,7 @@ EXITS = {
     Exit.USER_ERROR: "a recipe, an option or a file is wrong: the same command would fail again",
     Exit.NO_PROGRESS: "`serve rollout`: the engine failed all the time, and no row was written",
     Exit.PART_FAILED: "`serve trainer`: a part of a batch that trainers died with failed; started again, it goes on",
-    Exit.REFUSED: "`serve`: no room, no permission or no such file, which another start would meet again",
+    Exit.REFUSED: "`serve`: no room, permission or file, or a wrong credential: another start would meet it again",
     Exit.PORT_IN_USE: "`serve`: another process has the port; another port would work",
     Exit.DRAINED: "`up`, `serve trainer`: saved and ended by SIGTERM before the run was done; run again, it goes on",
 }

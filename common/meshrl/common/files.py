@@ -95,8 +95,15 @@ def check_owner(path: Path, what: str) -> os.stat_result:
     return status
 
 
-def lasting_fault(error: OSError) -> str:
-    """One line about an error that another try would meet again, with the file or the place; empty for others."""
+def lasting_fault(error: BaseException) -> str:
+    """One line about an error that another try would meet again, with the file or the place; empty for others.
+
+    Libraries say in errors of their own that a disk is full.
+    """
+    if not isinstance(error, OSError):
+        said = str(error)
+        full = any(os.strerror(number) in said for number in FULL)
+        return said.strip().splitlines()[0] if full else ""
     if error.errno not in LASTING:
         return ""
     where = error.filename

@@ -64,8 +64,8 @@ class Queue(Protocol):
         """Take the run over as its trainer: a new epoch; every older epoch is fenced.
 
         Rows that an older epoch had taken and not settled return to ready. It is taken to have died with them in
-        hand: what they are in at two deaths is taken in ever smaller parts. A group is given up if several die with it
-        alone in hand and make steps of others in between; see also `filter`.
+        hand: what they are in at two deaths is taken in ever smaller parts. A group is given up if several die with
+        it alone in hand and make steps of others in between; see also `filter`.
         """
         ...
 

@@ -18,7 +18,7 @@ class Exit(enum.IntEnum):
     PART_FAILED = 70
     """EX_SOFTWARE: the step of a part of a batch failed that trainers had died with; the next start narrows it."""
     REFUSED = 74
-    """EX_IOERR: the machine refuses what the service needs, such as room on a disk; a restart would meet it again."""
+    """EX_IOERR: the machine or a service refuses for good: no room, no permission, a credential that is wrong."""
     PORT_IN_USE = 75
     """EX_TEMPFAIL: another process has the port; another port would work."""
     DRAINED = 143

@@ -44,9 +44,11 @@ from meshrl.common.sockets import is_loopback, join_address
 from meshrl.contract.errors import (
     BrokenDiskError,
     CapacityError,
+    ForbiddenError,
     InfraError,
     MeshError,
     PartFailedError,
+    UnauthenticatedError,
     UserError,
 )
 from meshrl.rpc import tls
@@ -370,6 +372,8 @@ CODES: Final[Mapping[type[MeshError], Exit]] = {
     PortInUseError: Exit.PORT_IN_USE,
     UserError: Exit.USER_ERROR,
     CapacityError: Exit.REFUSED,
+    UnauthenticatedError: Exit.REFUSED,
+    ForbiddenError: Exit.REFUSED,
     BrokenDiskError: Exit.REFUSED,
 }
 """Exit codes by kind of error; the first kind that an error is of counts."""
@@ -386,13 +390,15 @@ def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
         uvloop.run(main())
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except (MeshError, OSError) as error:
-        return _report(error)
     except BaseExceptionGroup as group:
-        reasons, rest = group.split((MeshError, OSError))
+        reasons, rest = group.split(_is_told)
         if rest is not None or reasons is None:
             raise
         return _report(_first(reasons))
+    except Exception as error:
+        if not _is_told(error):
+            raise
+        return _report(error)
     return 0
 
 
@@ -406,24 +412,25 @@ def _allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _first(group: BaseExceptionGroup[Any]) -> MeshError | OSError:
-    error: Any = group.exceptions[0]
-    found: MeshError | OSError = _first(error) if isinstance(error, BaseExceptionGroup) else error
-    return found
+def _is_told(error: BaseException) -> bool:
+    """Whether it is told in one line, without a traceback."""
+    return isinstance(error, MeshError) or bool(lasting_fault(error))
 
 
-def _report(error: MeshError | OSError) -> int:
-    """Say why a service ended, and give its exit code. Raises an OSError that may be another one the next time."""
-    if isinstance(error, OSError):
-        if not (fault := lasting_fault(error)):
-            raise error
-        say_error(fault)
-        return Exit.REFUSED
-    say_error(error)
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _report(error: BaseException) -> int:
+    """Say why a service ended, and give its exit code."""
+    fault = lasting_fault(error)
+    say_error(error if isinstance(error, MeshError) else fault)
     for kind, code in CODES.items():
         if isinstance(error, kind):
             return code
-    return Exit.FAILED
+    return Exit.REFUSED if fault else Exit.FAILED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,13 @@ from meshrl.rpc.exit_codes import Exit
 CLI = (sys.executable, "-m", "meshrl.cli")
 
 
+async def test_a_file_that_cannot_be_read_ends_a_service_for_good(tmp_path: Path) -> None:
+    code, _, err = await meshrl(
+        "serve", "queue", str(recipe(tmp_path)), "--address-book", str(tmp_path)
+    )
+    assert (code, err) == (Exit.REFUSED, f"error: {tmp_path}: Is a directory\n")
+
+
 def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "my.yaml"
     path.write_text(

@@ -17,7 +17,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from meshrl.common.process_guard import DRAIN_AT_EOF
-from meshrl.contract.errors import CapacityError, InfraError, MeshError, UserError
+from meshrl.contract.errors import (
+    CapacityError,
+    ForbiddenError,
+    InfraError,
+    MeshError,
+    UnauthenticatedError,
+    UserError,
+)
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, run_service
 from meshrl.rpc.servicers import RewardServicer, TrainerServicer
@@ -159,6 +166,13 @@ def test_a_failure_inside_a_task_group_is_one_line_too(
         (OSError(28, "No space left on device", "/dev/shm/x"), "/dev/shm/x: No space left on"),
         (PermissionError(13, "Permission denied", "key.pem"), "key.pem: Permission denied"),
         (CapacityError("no space left in checkpoints"), "no space left in checkpoints"),
+        (UnauthenticatedError("this token is unknown here"), "this token is unknown here"),
+        (ForbiddenError("a reader may not do this"), "a reader may not do this"),
+        (
+            RuntimeError("unable to write to file </torch_1>: No space left on device (28)\nmore"),
+            "unable to write to file </torch_1>: No space left on device (28)\n",
+        ),
+        (InfraError("checkpoint 7: Disk quota exceeded"), "checkpoint 7: Disk quota exceeded"),
     ],
 )
 def test_what_the_machine_refuses_for_good_has_a_code_of_its_own(

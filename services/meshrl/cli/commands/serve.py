@@ -18,6 +18,7 @@ import click
 from meshrl.cli.options import PATH, accept_changes_option, recipe_argument
 from meshrl.common import plugins, tracing
 from meshrl.common.device_lease import DEVICES
+from meshrl.common.files import lasting_fault
 from meshrl.common.plain_text import LogFormatter, say, say_error
 from meshrl.common.process_guard import die_with_supervisor
 from meshrl.common.sockets import TRUSTED_VARIABLE
@@ -117,6 +118,11 @@ def serve(
             raise
         say_error(error)
         code = Exit.USER_ERROR
+    except OSError as error:
+        if not (fault := lasting_fault(error)):
+            raise
+        say_error(fault)
+        code = Exit.REFUSED
     if code == Exit.USER_ERROR and stay_on_user_error:
         signals = (signal.SIGTERM, signal.SIGINT)
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
