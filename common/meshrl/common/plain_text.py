@@ -6,10 +6,15 @@ import codecs
 import io
 import json
 import logging
+import math
 import os
+import re
 import sys
 import threading
+import time
 import unicodedata
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from meshrl.common.python_process import TERMINAL
@@ -19,6 +24,12 @@ MOST = 500
 NEAR = "meshrl-near"
 """How what an encoding lacks is printed: by what comes near it."""
 NEAREST = dict(zip("│─·•→▁▂▃▄▅▆▇█–—×≤≥", "|-.*>_.,-=+*#--x<>", strict=True)) | {"…": "..."}
+OWN = re.compile(r"'[^']*'|\"[^\"]*\"|[0-9]+")
+"""Parts of a line that are of the row or the moment alone."""
+TELL_AGAIN_S = 30.0
+MOST_ALIKE = 16
+MOST_LINES = 1024
+"""Lines that are remembered."""
 
 
 def harmless(text: str, *, lines: bool = False) -> str:
@@ -102,6 +113,49 @@ class LogFormatter(logging.Formatter):
     def formatStack(self, stack_info: str) -> str:
         """Several lines."""
         return _below(super().formatStack(stack_info))
+
+
+class RepeatedLines(logging.Filter):
+    """Keeps a warning that comes again and again to its first line; the tenth, hundredth … and a later one count.
+
+    Whatever fails every row writes the same line for each. Lines are the same that differ in numbers and in quoted
+    text alone; of those that differ more but come from one place in the code MOST_ALIKE are told.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._told: OrderedDict[tuple[str, str], tuple[float, int, int]] = OrderedDict()
+        """By logger and line: when it was told last, how many there were, and how many of them since then."""
+        self._alike: Counter[tuple[str, str]] = Counter()
+        """By logger and the message without its values: its different lines."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is told; it says how many like it were not."""
+        if record.levelno < logging.WARNING:
+            return True
+        text, place = record.getMessage(), (record.name, str(record.msg))
+        line = record.name, OWN.sub("#", text[:MOST])
+        if line not in self._told:
+            if len(self._alike) > MOST_LINES:
+                self._alike.clear()
+            self._alike[place] += 1
+        if self._alike[place] > MOST_ALIKE:
+            line = place
+        now = self._clock()
+        before, count, hidden = self._told.get(line, (-math.inf, 0, 0))
+        count += 1
+        told = now - before >= TELL_AGAIN_S or (count > 1 and count == 10 ** (len(str(count)) - 1))
+        self._told[line] = (now, count, 0) if told else (before, count, hidden + 1)
+        self._told.move_to_end(line)
+        if len(self._told) > MOST_LINES:
+            self._told.popitem(last=False)
+        if told and hidden:
+            record.msg, record.args = (
+                f"{text} ({counted(hidden, 'more line')} like this before)",
+                (),
+            )
+        return told
 
 
 def harmless_faults() -> None:

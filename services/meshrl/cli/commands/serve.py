@@ -19,7 +19,7 @@ from meshrl.cli.options import PATH, accept_changes_option, recipe_argument
 from meshrl.common import plugins, tracing
 from meshrl.common.device_lease import DEVICES
 from meshrl.common.files import lasting_fault
-from meshrl.common.plain_text import LogFormatter, say, say_error
+from meshrl.common.plain_text import LogFormatter, RepeatedLines, say, say_error
 from meshrl.common.process_guard import die_with_supervisor
 from meshrl.common.sockets import TRUSTED_VARIABLE
 from meshrl.config import Recipe, load_recipe
@@ -135,6 +135,7 @@ def _serve(service: str, recipe: Path, overrides: tuple[str, ...], options: dict
     """The service until its end; returns its exit code. Raises UserError: it cannot start like this."""
     lines = logging.StreamHandler()
     lines.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+    lines.addFilter(RepeatedLines())
     logging.basicConfig(level=options["log_level"].upper(), handlers=[lines])
     # It logs each request: with an engine server, a line for every row.
     logging.getLogger("httpx").setLevel(logging.WARNING)
