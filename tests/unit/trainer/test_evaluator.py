@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from meshrl.contract.rows import reward_write, rollout_write
-from meshrl.contract.stage_worker import Intake, StageResult, StageWorker
+from meshrl.contract.stage_worker import Failure, Intake, StageResult, StageWorker
 from meshrl.contract.types import (
     REWARD_STAGE,
     ROLLOUT_STAGE,
@@ -64,9 +65,11 @@ async def answer(rows: Sequence[LeasedRow]) -> list[StageResult]:
 
 
 async def judge(rows: Sequence[LeasedRow]) -> list[StageResult]:
-    """The first answer to a prompt is right."""
+    """The first answer to a prompt is right; some prompts have no scorer."""
     return [
-        reward_write(Score(uid=row.uid, outcome=Outcome.OK, score=float(row.uid.index == 0)))
+        Failure(uid=row.uid, outcome=Outcome.INFRA_FAULT, reason="no scorer", lasting=True)
+        if row.task.data_source == "unknown"
+        else reward_write(Score(uid=row.uid, outcome=Outcome.OK, score=float(row.uid.index == 0)))
         for row in rows
     ]
 
@@ -109,3 +112,15 @@ async def test_rows_of_a_predecessor_that_fill_the_room_leave_first(tmp_path: Pa
         await evaluator.open()
         done = await evaluator.evaluate(VERSION)
         assert (done.tasks, done.score) == (2, 0.25)
+
+
+async def test_prompts_that_cannot_be_scored_are_lost_without_a_wait(tmp_path: Path) -> None:
+    async with mesh(tmp_path, spec(room=8, answers=2)) as queue:
+        held_out = tasks(6, 2)
+        for at in (1, 4):
+            held_out[at] = dataclasses.replace(held_out[at], data_source="unknown")
+        evaluator = Evaluator(queue, spec(8, 2), held_out, owner="t", take_wait_s=3600)
+        await evaluator.open()
+        async with asyncio.timeout(60):
+            done = await evaluator.evaluate(VERSION)
+        assert (done.tasks, done.lost_tasks, done.score) == (6, 2, 0.5)

@@ -247,9 +247,10 @@ class Evaluator:
                 )
             except WaitTimeoutError:
                 dead = {letter.uid.task for letter in await self._queue.dead_letters(self.run)}
+                if not missing & dead:
+                    await self._log_waits()
                 lost_tasks += len(missing & dead)
                 missing -= dead
-                await self._log_waits()
                 continue
             rows.extend(await self._read(batch, missing))
             missing -= {row.group for row in batch.rows}
