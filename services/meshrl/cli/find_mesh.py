@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from meshrl.cli.options import NamedRun
 from meshrl.common.files import check_owner
 from meshrl.common.plain_text import say
 from meshrl.common.sockets import check_address, trust_network
@@ -22,7 +23,6 @@ from meshrl.launcher.address_book import (
     ADDRESS_BOOK_NAME,
     AddressBook,
     is_up,
-    newest_run_dir,
     run_lock,
 )
 from meshrl.launcher.control import ask_up
@@ -79,28 +79,27 @@ class Mesh:
                 yield queue
 
 
-def find_mesh(
-    run_dir: Path | None, queue: str | None, run: str | None, *, stopped: bool = False
-) -> Mesh:
-    """The mesh at `queue`, or of `run_dir`, or the newest one here; with `stopped` also one that does not run.
+def find_mesh(named: NamedRun, *, stopped: bool = False) -> Mesh:
+    """The mesh of a run, with `stopped` also one that does not run.
 
-    The trainer of a mesh at `queue` is where MESHRL_TRAINER says.
+    The trainer of a mesh that is named by its queue is where MESHRL_TRAINER says.
 
     Raises:
-        UserError: the options do not fit together, `queue` is no address, or `run_dir` holds no mesh.
+        UserError: the run has no name at its queue, whose address is none, or its directory holds no mesh.
         NotFoundError: no mesh was ever started here.
         UnavailableError: there is one, and it does not run now.
     """
-    if queue is not None:
-        if run is None:
-            raise UserError("--queue needs --run NAME: a queue may serve several runs")
-        return Mesh(run=run, queue=check_address(queue), trainer=os.environ.get(TRAINER_VARIABLE))
-    directory = run_dir if run_dir is not None else newest_run_dir()
+    if named.queue is not None:
+        if named.name is None:
+            raise UserError("--queue needs the run's name: a queue may serve several runs")
+        queue = check_address(named.queue)
+        return Mesh(run=named.name, queue=queue, trainer=os.environ.get(TRAINER_VARIABLE))
+    directory = named.directory
     address_book = AddressBook.load(directory / ADDRESS_BOOK_NAME)
     if stopped or is_up(directory):
         say_which(directory, address_book.run)
     mesh = mesh_of(directory, stopped=stopped)
-    return mesh if run is None else replace(mesh, run=run)
+    return mesh if named.name is None else replace(mesh, run=named.name)
 
 
 def mesh_of(directory: Path, *, stopped: bool = False, role: MeshRole = MeshRole.OPERATOR) -> Mesh:
@@ -165,15 +164,15 @@ def last_step(metrics: Path) -> int | None:
     return None
 
 
-def reward_address(run_dir: Path | None, address: str | None) -> str:
-    """The address of the reward service: `address`, or as the mesh of `run_dir` (the newest one here) says.
+def reward_address(named: NamedRun, address: str | None) -> str:
+    """The address of the reward service: `address`, or as the mesh of the run says.
 
     Raises:
         NotFoundError: no mesh was ever started here. UnavailableError: it does not run now.
     """
     if address is not None:
         return address
-    directory = run_dir if run_dir is not None else newest_run_dir()
+    directory = named.directory
     address_book = AddressBook.load(directory / ADDRESS_BOOK_NAME)
     _enter(directory, address_book)
     say_which(directory, address_book.run)

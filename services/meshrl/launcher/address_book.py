@@ -142,7 +142,7 @@ def newest_run_dir(runs: Path = Path("runs")) -> Path:
     books = sorted(runs.glob(f"*/{ADDRESS_BOOK_NAME}"), key=lambda path: path.stat().st_mtime)
     if not books:
         raise NotFoundError(
-            f"no mesh was ever started here: no {runs}/*/{ADDRESS_BOOK_NAME}; see --run-dir"
+            f"no mesh was ever started here: no {runs}/*/{ADDRESS_BOOK_NAME}; want a run by its name or directory"
         )
     return books[-1].parent
 

@@ -18,7 +18,7 @@ from meshrl.cli import main
 from meshrl.cli.commands.fleet import fleet
 from meshrl.cli.commands.reward import reward
 from meshrl.cli.find_mesh import find_mesh
-from meshrl.cli.options import RUN, OptionsAnywhere
+from meshrl.cli.options import RUN, NamedRun, RunGroup
 from meshrl.cli.root import cli
 from meshrl.config import load_recipe, train_spec
 from meshrl.contract.types import Task
@@ -70,7 +70,7 @@ def recipe(text: str = "model: {path: model}\n") -> str:
         ),
         (
             ["ledger", "--queue", "127.0.0.1:1"],
-            "error: --queue needs --run NAME: a queue may serve several runs",
+            "error: --queue needs the run's name: a queue may serve several runs",
         ),
     ],
 )
@@ -83,9 +83,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 
 def test_the_trainer_of_a_mesh_in_containers_is_asked_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_mesh(None, "queue:7001", "mesh").trainer is None
+    assert find_mesh(NamedRun(queue="queue:7001", name="mesh")).trainer is None
     monkeypatch.setenv("MESHRL_TRAINER", "trainer:7001")
-    assert find_mesh(None, "queue:7001", "mesh").trainer == "trainer:7001"
+    assert find_mesh(NamedRun(queue="queue:7001", name="mesh")).trainer == "trainer:7001"
 
 
 def test_every_problem_of_a_recipe_is_a_line(run: Run) -> None:
@@ -153,7 +153,7 @@ def test_a_mesh_that_is_not_there_is_said_to_be_not_there(run: Run, command: str
     ended = run(command)
     assert ended.code == 1
     assert ended.err == (
-        "error: no mesh was ever started here: no runs/*/mesh.json; see --run-dir\n"
+        "error: no mesh was ever started here: no runs/*/mesh.json; want a run by its name or directory\n"
     )
 
 
@@ -246,7 +246,7 @@ def test_nothing_is_imported_from_the_working_directory(run: Run) -> None:
     assert "stands in the working directory, which is not searched" in ended.err
 
 
-@click.group(cls=OptionsAnywhere)
+@click.group(cls=RunGroup)
 @click.option("--where", default="here")
 @click.option("--loud", is_flag=True)
 @click.pass_context
@@ -281,18 +281,21 @@ def test_an_option_of_the_group_may_stand_behind(typed: str, said: str | None) -
 
 
 def test_the_groups_of_a_running_mesh_are_such() -> None:
-    assert isinstance(reward, OptionsAnywhere) and isinstance(fleet, OptionsAnywhere)
+    assert isinstance(reward, RunGroup) and isinstance(fleet, RunGroup)
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"), [("mine", "runs/mine"), ("here", "here"), ("none", "none")]
+    ("typed", "meant"),
+    [("mine", "runs/mine"), ("here", "here"), ("none", "none"), ("both", "runs/both")],
 )
 def test_a_run_is_its_directory_or_its_name_in_runs(
     typed: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("runs/mine", "runs/here", "here"):
+    for folder in ("runs/mine", "runs/here", "here", "runs/both"):
         Path(folder).mkdir(parents=True)
+        Path(folder, "mesh.json").touch()
+    Path("both").mkdir()  # no run's
     assert RUN.convert(typed, None, None) == Path(meant)
 
 

@@ -22,8 +22,16 @@ NOBODY = "127.0.0.1:1"
         (["--trainer", NOBODY], 1, f"the trainer at {NOBODY} does not answer"),
         (["--trainer", NOBODY, "drain", "x"], 1, f"the trainer at {NOBODY} does not answer"),
         (["--trainer", NOBODY, "add"], 2, "give --queue HOST:PORT"),
-        (["--trainer", NOBODY, "--run-dir", "x"], 2, "two ways to find a mesh: give one"),
-        (["--run-dir", "nowhere"], 1, "no address book at nowhere/mesh.json; is the mesh up?"),
+        (
+            ["--trainer", NOBODY, "--run-dir", "x"],
+            2,
+            "RUN and --trainer are two ways to find a mesh: give one",
+        ),
+        (
+            ["--run-dir", "nowhere"],
+            2,
+            "no run 'nowhere': want a run's directory, or its name in runs/",
+        ),
     ],
 )
 def test_what_cannot_be_asked_is_said_in_one_line(

@@ -82,7 +82,7 @@ def test_a_run_without_rows_or_recipe_has_a_report(meshrl: Command, tmp_path: Pa
 def test_what_is_no_run_is_one_line(meshrl: Command, command: str) -> None:
     code, _, said = meshrl(command, "nosuch")
     assert (code, len(said.splitlines())) == (2, 1)
-    assert "nosuch: no figures of a run there" in said
+    assert "no run 'nosuch': want a run's directory, or its name in runs/" in said
 
 
 def test_curves_on_a_terminal_fit_80_columns(meshrl: Command, run_dir: Path) -> None:

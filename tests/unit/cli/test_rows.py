@@ -165,8 +165,11 @@ def test_files_without_times_and_conversations_are_read(run_dir: Path, meshrl: C
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["nowhere"], "nowhere: no such directory; want a run's, such as runs/demo"),
-        (["."], ".: no rows of any step are logged there (trainer.log_rows)"),
+        (["nowhere"], "no run 'nowhere': want a run's directory, or its name in runs/"),
+        (
+            ["."],
+            ".: no run's directory: it holds none of mesh.json, metrics.jsonl, recipe.yaml, trajectories",
+        ),
         (["r", "--step", "7"], "--step 7: no rows are logged of it; there are 4 steps from 0 to 3"),
         (["r", "--step", "x"], "--step x: want a number, two with a dash (10-20), or all"),
         (["r", "--step", "3-"], "--step 3-: want a number, two with a dash (10-20), or all"),

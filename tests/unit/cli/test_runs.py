@@ -3,11 +3,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from rich.cells import cell_len
 
 from meshrl.cli import main
+from meshrl.cli.options import NamedRun
+from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, LOCK_NAME, AddressBook, run_lock
 from meshrl.launcher.run_directory import FINISHED_NAME
 
@@ -137,9 +140,99 @@ def test_two_runs_stand_beside_each_other(meshrl: Command) -> None:
         (["runs", "nowhere"], "nowhere: no such directory; want one with a directory per run"),
         (
             ["compare", "runs/early", "runs/notes"],
-            "runs/notes: no run's directory (it has no mesh.json and no metrics.jsonl)",
+            "runs/notes: no run's directory: it holds none of mesh.json, metrics.jsonl, recipe.yaml, trajectories",
         ),
     ],
 )
 def test_what_is_no_run_is_one_line(meshrl: Command, arguments: list[str], line: str) -> None:
     assert meshrl(*arguments) == (2, "", f"error: {line}\n")
+
+
+TO_NAME_A_RUN: dict[str, Callable[[str], list[str]]] = {
+    "status": lambda run: ["status", run],
+    "ledger": lambda run: ["ledger", run],
+    "ledger audited": lambda run: ["ledger", run, "--audit"],
+    "why-waiting": lambda run: ["why-waiting", run],
+    "dead letters": lambda run: ["dead-letters", run],
+    "dead letters, an option first": lambda run: ["dead-letters", "--json", run],
+    "replayed letters": lambda run: ["dead-letters", run, "replay", "--all"],
+    "fleet": lambda run: ["fleet", run],
+    "one more worker": lambda run: ["fleet", run, "add"],
+    "one worker less": lambda run: ["fleet", run, "drain", "rollout-0"],
+    "rewards": lambda run: ["reward", run, "list"],
+    "scored again": lambda run: ["reward", run, "rescore-run"],
+    "export": lambda run: ["export", run, "exported"],
+    "backup": lambda run: ["queue", "backup", run, "copy"],
+    "verify": lambda run: ["queue", "verify", run],
+    "stored": lambda run: ["runs", "stored", run],
+    "removed": lambda run: ["runs", "remove", run, "other"],
+    "rows": lambda run: ["rows", run],
+    "replay": lambda run: ["replay", run, "--step", "1"],
+    "trace": lambda run: ["trace", run, "0-1/0.0"],
+    "report": lambda run: ["report", run],
+    "plot": lambda run: ["plot", run],
+    "compare": lambda run: ["compare", run, run],
+}
+OLD_WAYS: dict[str, Callable[[str], list[str]]] = {
+    "ledger": lambda run: ["ledger", "--run-dir", run],
+    "fleet": lambda run: ["fleet", "--run-dir", run],
+    "fleet, behind": lambda run: ["fleet", "add", "--run-dir", run],
+    "export": lambda run: ["export", "exported", "--run-dir", run],
+    "backup": lambda run: ["queue", "backup", "copy", "--run-dir", run],
+    "trace": lambda run: ["trace", "0-1/0.0", "--run-dir", run],
+    "by name": lambda run: ["status", "--run", run],
+}
+
+
+@pytest.mark.parametrize("command", [*TO_NAME_A_RUN.values(), *OLD_WAYS.values()])
+@pytest.mark.parametrize("name", ["mine", "runs/mine"])
+@pytest.mark.usefixtures("here")
+def test_every_command_takes_a_run_by_its_name_and_by_its_directory(
+    meshrl: Command, command: Callable[[str], list[str]], name: str
+) -> None:
+    """Each says of it what it says of no other run here: that its files are broken."""
+    Path("runs/mine").mkdir()
+    for mark in ("mesh.json", "metrics.jsonl", "recipe.yaml"):
+        Path("runs/mine", mark).write_text("broken")
+    Path("runs/newest").mkdir()
+    Path("runs/newest/mesh.json").write_text("of another")
+    code, out, err = meshrl(*command(name))
+    assert "Usage" not in err
+    assert "runs/mine" in out + err and "newest" not in out + err, (code, out, err)
+
+
+@pytest.mark.parametrize("command", TO_NAME_A_RUN.values())
+@pytest.mark.usefixtures("here")
+def test_a_run_that_is_not_here_is_told_with_those_that_are(
+    meshrl: Command, command: Callable[[str], list[str]]
+) -> None:
+    code, _, err = meshrl(*command("nobody"))
+    assert code in (1, 2) and "nobody" in err
+    assert "early, late" in err or "no run here, and no command" in err or "no backup" in err
+
+
+def test_a_queue_is_asked_for_a_run_by_the_same_word(
+    meshrl: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[NamedRun] = []
+
+    def note(named: NamedRun, *, stopped: bool = False) -> NoReturn:
+        asked.append(named)
+        raise UserError("noted")
+
+    monkeypatch.setattr("meshrl.cli.commands.queue.find_mesh", note)
+    where = NamedRun(queue="a:1", name="mine")
+    for words in (
+        ["ledger", "mine", "--queue", "a:1"],
+        ["ledger", "--queue", "a:1", "--run", "mine"],
+        ["dead-letters", "mine", "--queue", "a:1"],
+        ["dead-letters", "mine", "replay", "--all", "--queue", "a:1"],
+        ["queue", "backup", "mine", "copy", "--queue", "a:1"],
+    ):
+        assert meshrl(*words)[0] == 2
+    assert asked == [where] * len(asked) and len(asked) == 5
+    monkeypatch.setenv("MESHRL_QUEUE", "a:1")
+    monkeypatch.setenv("MESHRL_RUN", "theirs")
+    meshrl("ledger")
+    meshrl("ledger", "mine")
+    assert [named.name for named in asked[5:]] == ["theirs", "mine"]

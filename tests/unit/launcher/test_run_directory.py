@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.cli.find_mesh import find_mesh, last_step
+from meshrl.cli.options import NamedRun
 from meshrl.config import load_recipe
 from meshrl.config.loading import anchored, load_run, save_recipe
 from meshrl.config.recipe import Recipe
@@ -51,7 +52,7 @@ def test_a_renamed_run_answers_for_itself_while_another_has_its_name(
     started(recipe).rename("runs/old")
     Path("runs/old/queue").mkdir()
     started(recipe)
-    found = find_mesh(Path("runs/old"), None, None, stopped=True)
+    found = find_mesh(NamedRun(path=Path("runs/old")), stopped=True)
     assert found.stopped is not None
     assert found.stopped.queue_path == Path("runs/old/queue")
     assert found.stopped.checkpoint_dir == Path("runs/old/checkpoints")

@@ -8,11 +8,11 @@ from pathlib import Path
 import click
 
 from meshrl.cli.find_mesh import say_which
-from meshrl.cli.options import PATH, RUN
+from meshrl.cli.options import PATH, NamedRun, names_run
 from meshrl.common.plain_text import say
 from meshrl.config.loading import load_run
 from meshrl.contract.errors import NotFoundError, UserError
-from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
+from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
 
 
 def _size(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -22,8 +22,7 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> str
 
 
 @click.command()
-@click.argument("target", type=PATH)
-@click.option("--run-dir", type=RUN, help="The run's directory; the newest one if not given.")
+@names_run(behind="target")
 @click.option(
     "--checkpoint", type=PATH, help="A checkpoint directory; the run's newest if not given."
 )
@@ -46,30 +45,33 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> str
 )
 @click.option("--force", is_flag=True, help="Replace TARGET if it is there.")
 def export(
-    target: Path,
-    run_dir: Path | None,
+    named: NamedRun,
+    target: str,
     checkpoint: Path | None,
     dtype: str,
     max_shard_size: str,
     adapter: bool,
     force: bool,
 ) -> None:
-    """Write the newest checkpoint of a run to TARGET: config, safetensors, tokenizer; LoRA is merged."""
-    directory = run_dir if run_dir is not None else newest_run_dir()
+    """Write the newest checkpoint of RUN (the newest one here if not given) to TARGET, a Hugging Face directory.
+
+    It holds config, safetensors and tokenizer; LoRA is merged.
+    """
+    folder, directory = Path(target), named.directory
     address_book = AddressBook.load(directory / ADDRESS_BOOK_NAME)
     say_which(directory, address_book.run)
     recipe = load_run(address_book.recipe)
     source = checkpoint if checkpoint is not None else recipe.checkpoint_dir
     if not source.is_dir():
         raise NotFoundError(f"no checkpoint yet: {source} is not there")
-    if target.exists() and not force:
+    if folder.exists() and not force:
         raise UserError(f"{target} is there already; choose another, or give --force")
     # Imported here: with it comes torch.
     from meshrl.trainer.checkpoint.export import export_checkpoint
 
     made = export_checkpoint(
         source,
-        target,
+        folder,
         model=recipe.model.path,
         tokenizer=recipe.tokenizer_dir,
         dtype=dtype,

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
@@ -25,11 +24,11 @@ from meshrl.cli.find_mesh import (
     find_mesh,
     read_membership,
 )
-from meshrl.cli.options import RUN, OptionsAnywhere, json_option
+from meshrl.cli.options import NamedRun, RunGroup, json_option, names_run
 from meshrl.common.plain_text import say, say_json
 from meshrl.common.sockets import trusts_network
 from meshrl.contract.errors import UserError
-from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
+from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
 from meshrl.launcher.control import ask_up
 from meshrl.launcher.text_console import text_console
 from meshrl.weights.fleet import drain_replica
@@ -58,13 +57,8 @@ REASON_WIDTH = 12
 """Columns kept for the reason, which is broken into lines."""
 
 
-@click.group(cls=OptionsAnywhere, invoke_without_command=True)
-@click.option(
-    "--run-dir",
-    type=RUN,
-    envvar="MESHRL_RUN_DIR",
-    help="The run's directory; the newest runs/*/mesh.json if not given.",
-)
+@click.group(cls=RunGroup, invoke_without_command=True)
+@names_run(word=False)
 @click.option(
     "--trainer",
     metavar="HOST:PORT",
@@ -75,11 +69,11 @@ REASON_WIDTH = 12
 @click.option("--watch", is_flag=True, help="Show it again each second, until Ctrl-C.")
 @click.pass_context
 def fleet(
-    context: click.Context, run_dir: Path | None, trainer: str | None, as_json: bool, watch: bool
+    context: click.Context, named: NamedRun, trainer: str | None, as_json: bool, watch: bool
 ) -> None:
-    """List the rollout workers of the mesh in --run-dir (the newest one if not given), or `add` and `drain` some."""
+    """List the rollout workers of the mesh of RUN (the newest one here if not given), or `add` and `drain` some."""
     context.obj = partial(
-        _mesh_address, run_dir, trainer
+        _mesh_address, named, trainer
     )  # found when a command runs, not for its --help
     if context.invoked_subcommand is not None:
         return
@@ -159,15 +153,14 @@ def add(
         say(shlex.join(words))
 
 
-def _mesh_address(run_dir: Path | None, trainer: str | None) -> MeshAddress:
+def _mesh_address(named: NamedRun, trainer: str | None) -> MeshAddress:
     if trainer is not None:
-        if run_dir is not None:
-            raise UserError("--run-dir and --trainer are two ways to find a mesh: give one")
+        if named.path is not None:
+            raise UserError("RUN and --trainer are two ways to find a mesh: give one")
         return MeshAddress(trainer=trainer)
-    directory = run_dir if run_dir is not None else newest_run_dir()
-    mesh = find_mesh(directory, None, None)
+    mesh = find_mesh(named)
     assert mesh.trainer is not None
-    return MeshAddress(trainer=mesh.trainer, run_dir=directory)
+    return MeshAddress(trainer=mesh.trainer, run_dir=named.directory)
 
 
 def _free_names(membership: Membership, count: int) -> list[str]:

@@ -19,7 +19,15 @@ from rich.table import Table
 
 from meshrl.cli.find_mesh import Mesh, find_mesh
 from meshrl.cli.operator import Operator, ask_operator, ask_store, audit_of
-from meshrl.cli.options import PATH, json_option, mesh_options, overrides_argument
+from meshrl.cli.options import (
+    PATH,
+    NamedRun,
+    RunGroup,
+    json_option,
+    names_run,
+    overrides_argument,
+    run_at,
+)
 from meshrl.common.plain_text import counted, one_line, say, say_json
 from meshrl.config.loading import load_recipe
 from meshrl.config.recipe import EVAL_SUFFIX
@@ -43,20 +51,18 @@ def queue() -> None:
 
 
 @queue.command()
-@click.argument("folder", type=PATH)
-@mesh_options
+@names_run(queue=True, behind="folder")
 @json_option
-def backup(
-    folder: Path, run_dir: Path | None, queue: str | None, run: str | None, as_json: bool
-) -> None:
-    """Copy everything that the queue stores, as of one moment, to FOLDER on this machine; it goes on meanwhile."""
-    if folder.exists():
+def backup(named: NamedRun, folder: str, as_json: bool) -> None:
+    """Copy all that the queue of RUN stores, as of one moment, to FOLDER on this machine; it goes on meanwhile."""
+    target = Path(folder)
+    if target.exists():
         raise ConflictError(f"{folder} exists: a backup never overwrites anything")
-    mesh = find_mesh(run_dir, queue, run, stopped=True)
+    mesh = find_mesh(named, stopped=True)
 
     async def copy(asked: Operator) -> Copied:
         async with aclosing(asked.export()) as pieces:
-            return await back_up(pieces, folder)
+            return await back_up(pieces, target)
 
     copied = ask_operator(mesh, copy)
     _tell_copied(f"backed up to {folder}", copied, as_json)
@@ -85,17 +91,15 @@ def restore(folder: Path, recipe: Path, overrides: tuple[str, ...], as_json: boo
 
 
 @queue.command()
-@click.argument("folder", type=PATH, required=False)
-@mesh_options
+@names_run(queue=True)
 @json_option
-def verify(
-    folder: Path | None, run_dir: Path | None, queue: str | None, run: str | None, as_json: bool
-) -> None:
-    """Check every stored value and derive the ledger anew, of a backup or of a mesh; exit code 1 if it is off."""
-    if folder is not None:
+def verify(named: NamedRun, as_json: bool) -> None:
+    """Check every stored value and derive the ledger anew, of RUN or a backup's folder; exit code 1 if it is off."""
+    folder = named.path
+    if named.queue is None and folder is not None and run_at(folder) is None:
         found = asyncio.run(ask_store(opened(folder), audit_of))
     else:
-        found = ask_operator(find_mesh(run_dir, queue, run, stopped=True), audit_of)
+        found = ask_operator(find_mesh(named, stopped=True), audit_of)
     if as_json:
         ledgers = {
             name: asdict(one) | {"balanced": one.balanced} for name, one in found.ledgers.items()
@@ -130,7 +134,7 @@ def _tell_copied(what: str, copied: Copied, as_json: bool) -> None:
 
 
 @click.command()
-@mesh_options
+@names_run(queue=True)
 @json_option
 @click.option(
     "--audit",
@@ -139,18 +143,14 @@ def _tell_copied(what: str, copied: Copied, as_json: bool) -> None:
     help="Derive it anew from every stored row and value, and compare.",
 )
 @click.option("--watch", is_flag=True, help="Show it again each second, until Ctrl-C.")
-def ledger(
-    run_dir: Path | None,
-    queue: str | None,
-    run: str | None,
-    as_json: bool,
-    audited: bool,
-    watch: bool,
-) -> None:
-    """Account for every row of the run and of its evaluation, also when it has ended; exit code 1 if it is off."""
+def ledger(named: NamedRun, as_json: bool, audited: bool, watch: bool) -> None:
+    """Account for every row of RUN (the newest one here if not given) and of its evaluation, also when it has ended.
+
+    The exit code is 1 if the ledger is off.
+    """
     if audited and watch:
         raise UserError("--audit reads everything that is stored: not with --watch")
-    mesh = find_mesh(run_dir, queue, run, stopped=True)
+    mesh = find_mesh(named, stopped=True)
     if watch:
         _watch(mesh, as_json)
     if audited:
@@ -232,11 +232,11 @@ def ledger_rows(one: Ledger) -> list[tuple[str, str, int]]:
 
 
 @click.command("why-waiting")
-@mesh_options
+@names_run(queue=True)
 @json_option
-def why_waiting(run_dir: Path | None, queue: str | None, run: str | None, as_json: bool) -> None:
-    """List everything that waits in the queue, the longest wait first, and the workers that cannot sample."""
-    mesh = find_mesh(run_dir, queue, run)
+def why_waiting(named: NamedRun, as_json: bool) -> None:
+    """List all that waits in the queue of RUN, the longest wait first, and the workers that cannot sample."""
+    mesh = find_mesh(named)
 
     async def ask(asked: Queue) -> list[Waiting]:
         found = list(await asked.why_waiting(mesh.run))
@@ -270,15 +270,13 @@ def _waits_table(waits: list[Waiting]) -> Table:
     return table
 
 
-@click.group("dead-letters", invoke_without_command=True)
-@mesh_options
+@click.group("dead-letters", cls=RunGroup, invoke_without_command=True)
+@names_run(queue=True, word=False)
 @json_option
 @click.pass_context
-def dead_letters(
-    context: click.Context, run_dir: Path | None, queue: str | None, run: str | None, as_json: bool
-) -> None:
-    """List the rows that were given up, or `replay` them."""
-    mesh = find_mesh(run_dir, queue, run, stopped=True)
+def dead_letters(context: click.Context, named: NamedRun, as_json: bool) -> None:
+    """List the rows of RUN that were given up, or `replay` them."""
+    mesh = find_mesh(named, stopped=True)
     context.obj = mesh
     if context.invoked_subcommand is not None:
         return

@@ -20,14 +20,13 @@ from meshrl.api import HELD_OUT, STEP, Row, RunHistory, find_rows
 from meshrl.cli.charts import Chart, ChartLine, braille, save, svg
 from meshrl.cli.commands.queue import ledger_rows
 from meshrl.cli.find_mesh import mesh_of
-from meshrl.cli.options import PATH, RUN, completed
+from meshrl.cli.options import PATH, RUN, NamedRun, checked_run, completed, names_run
 from meshrl.common.files import replace_file
 from meshrl.common.plain_text import counted, say
 from meshrl.config.recipe import RECIPE_NAME
 from meshrl.contract.errors import MeshError, UserError
 from meshrl.contract.types import Ledger
 from meshrl.http.view.settings import compared
-from meshrl.launcher.address_book import newest_run_dir
 from meshrl.launcher.text_console import text_console
 from meshrl.launcher.view import clock
 
@@ -206,16 +205,17 @@ PLAIN_WIDTH = 80
 
 
 @click.command()
-@click.argument("run", type=RUN, required=False, envvar="MESHRL_RUN_DIR")
+@names_run()
 @click.option(
     "--out", type=PATH, help=f"The file; {REPORT_NAME} in the run's directory if not given."
 )
-def report(run: Path | None, out: Path | None) -> None:
-    """Write one HTML file about RUN, a run's directory (the newest one here if not given).
+def report(named: NamedRun, out: Path | None) -> None:
+    """Write one HTML file about RUN (the newest one here if not given).
 
     Curves, ledger, the best and worst answers, the recipe. It needs nothing beside it, and may be sent to somebody.
     """
-    directory, history = _history(run)
+    directory = named.directory
+    history = _history(directory)
     ledgers, why = _ledgers(directory)
     made = RunReport(
         history=history,
@@ -245,8 +245,8 @@ def plot(
     log: bool,
     listed: bool,
 ) -> None:
-    """Draw METRICs of RUN, a run's directory, on the terminal or as a picture; reward and score if none is named."""
-    histories = [_history(path)[1] for path in (run, *others)]
+    """Draw METRICs of RUN on the terminal or as a picture; reward and score if none is named."""
+    histories = [_history(checked_run(path)) for path in (run, *others)]
     known = histories[0].metrics.names
     if listed:
         for name in known:
@@ -271,14 +271,13 @@ def plot(
             console.print(Text.assemble(*line), width=width)
 
 
-def _history(run: Path | None) -> tuple[Path, RunHistory]:
-    directory = run if run is not None else newest_run_dir()
+def _history(directory: Path) -> RunHistory:
     history = RunHistory.read(directory)
     if not history.metrics.names:
         raise UserError(
             f"{directory}: no figures of a run there: {history.metrics.problem or 'no line yet'}"
         )
-    return directory, history
+    return history
 
 
 def _curves(histories: list[RunHistory], metric: str) -> list[ChartLine]:

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -14,7 +15,7 @@ import click
 from rich.table import Table
 
 from meshrl.cli.find_mesh import find_mesh
-from meshrl.cli.options import PATH, RUN, Finite, OptionsAnywhere, json_option
+from meshrl.cli.options import PATH, Finite, NamedRun, RunGroup, json_option, names_run
 from meshrl.common.plain_text import counted, harmless, one_line, say, say_json
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
@@ -29,13 +30,8 @@ RESCORE_ROWS = 2048
 """Rows of a file in one request."""
 
 
-@click.group(cls=OptionsAnywhere)
-@click.option(
-    "--run-dir",
-    type=RUN,
-    envvar="MESHRL_RUN_DIR",
-    help="The run's directory; the newest runs/*/mesh.json if not given.",
-)
+@click.group(cls=RunGroup)
+@names_run(word=False)
 @click.option(
     "--reward",
     "address",
@@ -44,9 +40,9 @@ RESCORE_ROWS = 2048
     help="Address of the reward service; its token, if it needs one, is read from MESHRL_TOKEN.",
 )
 @click.pass_context
-def reward(context: click.Context, run_dir: Path | None, address: str | None) -> None:
-    """Submit reward functions to a running mesh, and choose which one scores."""
-    context.obj = (run_dir, address)
+def reward(context: click.Context, named: NamedRun, address: str | None) -> None:
+    """Submit reward functions to the running mesh of RUN (the newest one here), and choose which one scores."""
+    context.obj = (named, address)
 
 
 def _ask(context: click.Context, question: Callable[[Any], Awaitable[Answer]]) -> Answer:
@@ -383,8 +379,8 @@ def rescore_run(
     context: click.Context, queue: str | None, run: str | None, patience: float
 ) -> None:
     """Have the run's resident rows that are in no batch scored again; prints progress and rate."""
-    run_dir: Path | None = context.obj[0]
-    mesh = find_mesh(run_dir, queue, run)
+    named: NamedRun = context.obj[0]
+    mesh = find_mesh(replace(named, queue=queue, name=run))
     left = mesh.ask_queue(lambda asked: _rescore(asked, mesh.run, patience))
     if left:
         say(

@@ -20,14 +20,14 @@ from rich.text import Text
 
 from meshrl.api import Row, find_rows
 from meshrl.cli.find_mesh import say_which
-from meshrl.cli.options import RUN, Finite, json_option
+from meshrl.cli.options import Finite, NamedRun, json_option, names_run, run_at
 from meshrl.common.plain_text import counted, harmless, one_line, say, say_json
 from meshrl.config.loading import load_run
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.types import Uid
 from meshrl.http.view.spans import SpanFiles
-from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
+from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
 from meshrl.launcher.text_console import text_console
 from meshrl.rpc.exit_codes import Exit
 from meshrl.trainer.trajectories.files import FOLDER
@@ -44,7 +44,7 @@ WAIT_S = 0.05
 
 
 @click.command()
-@click.argument("run", type=RUN, required=False, envvar="MESHRL_RUN_DIR")
+@names_run()
 @click.option(
     "--step",
     metavar="N|N-M|all",
@@ -60,7 +60,7 @@ WAIT_S = 0.05
 )
 @click.option("--json", "as_json", is_flag=True, help="A JSON object per line, all columns.")
 def rows(
-    run: Path | None,
+    named: NamedRun,
     step: str | None,
     held_out: bool,
     worst: bool,
@@ -70,10 +70,10 @@ def rows(
     limit: int | None,
     as_json: bool,
 ) -> None:
-    """Show the rows of RUN, a run's directory (the newest one here if not given), while it runs or afterwards."""
+    """Show the rows of RUN (the newest one here if not given), while it runs or afterwards."""
     if worst and best:
         raise UserError("--worst and --best exclude each other")
-    directory = run if run is not None else newest_run_dir()
+    directory = named.directory
     most = limit if limit is not None else WHOLE if uid else LISTED
     found = find_rows(
         directory,
@@ -211,7 +211,7 @@ def _short(task: str) -> str:
 
 
 @click.command()
-@click.argument("run", type=RUN, required=False, envvar="MESHRL_RUN_DIR")
+@names_run()
 @click.option("--step", type=click.IntRange(min=0), required=True, help="As in metrics.jsonl.")
 @click.option(
     "--tolerance",
@@ -221,13 +221,13 @@ def _short(task: str) -> str:
     help="The largest relative difference that counts as the same.",
 )
 @json_option
-def replay(run: Path | None, step: int, tolerance: float, as_json: bool) -> None:
-    """Compute a step of RUN again, a run's directory (the newest one here if not given), and compare.
+def replay(named: NamedRun, step: int, tolerance: float, as_json: bool) -> None:
+    """Compute a step of RUN (the newest one here if not given) again, and compare.
 
     From the newest checkpoint before it, through the logged rows: log-probs, advantages, loss, gradient norm.
     The first row that differs is named, and the exit code is 1.
     """
-    directory = run if run is not None else newest_run_dir()
+    directory = named.directory
     address_book = AddressBook.load(directory / ADDRESS_BOOK_NAME)
     say_which(directory, address_book.run)
     recipe = load_run(address_book.recipe)
@@ -292,17 +292,14 @@ def _refuse_replay(recipe: Recipe) -> None:
 
 
 @click.command()
-@click.argument("uid")
-@click.option(
-    "--run-dir", type=RUN, envvar="MESHRL_RUN_DIR", help="The newest run here if not given."
-)
+@names_run(behind="uid")
 @json_option
-def trace(uid: str, run_dir: Path | None, as_json: bool) -> None:
+def trace(named: NamedRun, uid: str, as_json: bool) -> None:
     """Show what happened to the row UID (run/task/index.attempt; the run may be left out), and how long it took.
 
     Rows are traced with run.trace=SHARE, by group: all attempts of a row together.
     """
-    directory = run_dir if run_dir is not None else newest_run_dir()
+    directory = (named.path is None and run_at(Path(uid.partition("/")[0]))) or named.directory
     run = AddressBook.load(directory / ADDRESS_BOOK_NAME).run
     say_which(directory, run)
     row = _parsed_uid(uid, run)

@@ -6,7 +6,7 @@ What is listed here, and compared, is read from files only.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from rich.text import Text
 from meshrl.api import HELD_OUT, STEP, RunHistory
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.operator import ask_runs
-from meshrl.cli.options import PATH, RUN, json_option, queue_options
+from meshrl.cli.options import PATH, RUN, NamedRun, checked_run, json_option, names_run, run_at
 from meshrl.common.plain_text import say, say_json
 from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME
 from meshrl.contract.errors import UserError
@@ -96,11 +96,11 @@ def list_(folder: Path, as_json: bool) -> None:
 
 
 @runs.command()
-@queue_options
+@names_run(queue=True)
 @json_option
-def stored(run_dir: Path | None, queue: str | None, as_json: bool) -> None:
-    """List the runs that the queue of a mesh stores, and which of them services work on."""
-    mesh = find_mesh(run_dir, queue, ANY, stopped=True)
+def stored(named: NamedRun, as_json: bool) -> None:
+    """List the runs that the queue of RUN (the newest one here) stores, and which of them services work on."""
+    mesh = find_mesh(replace(named, name=ANY), stopped=True)
     found = ask_runs(mesh, lambda admin: admin.runs())
     if as_json:
         say_json(json.dumps([_stored_json(one) for one in found], indent=2))
@@ -123,16 +123,16 @@ def stored(run_dir: Path | None, queue: str | None, as_json: bool) -> None:
 
 
 @runs.command()
-@click.argument("name")
-@queue_options
+@names_run(queue=True, behind="name")
 @click.option("--force", is_flag=True, help="Also while services work on it: they end, or wait.")
 @json_option
-def remove(name: str, run_dir: Path | None, queue: str | None, force: bool, as_json: bool) -> None:
-    """Remove the run NAME, which is over or abandoned, from the queue of a mesh: its rows, at once or not at all.
+def remove(named: NamedRun, name: str, force: bool, as_json: bool) -> None:
+    """Remove the run NAME, which is over or abandoned, from the queue of RUN: its rows, at once or not at all.
 
     Other runs, and checkpoints, trajectories and metrics of this one, stay as they are.
     """
-    mesh = find_mesh(run_dir, queue, name, stopped=True)
+    path = named.path if named.path is not None else run_at(Path(name))
+    mesh = find_mesh(replace(named, path=path, name=name), stopped=True)
     gone = ask_runs(mesh, lambda admin: admin.remove_run(name, force=force))
     if as_json:
         say_json(json.dumps(_stored_json(gone), indent=2))
@@ -153,11 +153,8 @@ def _stored_json(run: StoredRun) -> dict[str, object]:
 @click.argument("other", type=RUN)
 @json_option
 def compare(run: Path, other: Path, as_json: bool) -> None:
-    """Show where the figures and the recipes of two runs, given by their directories, differ."""
-    for path in (run, other):
-        if not any((path / mark).exists() for mark in MARKS):
-            raise UserError(f"{path}: no run's directory (it has no {' and no '.join(MARKS)})")
-    both = [RunHistory.read(run), RunHistory.read(other)]
+    """Show where the figures and the recipes of two runs differ."""
+    both = [RunHistory.read(checked_run(run)), RunHistory.read(checked_run(other))]
     entries = compared(run, other) if (run / RECIPE_NAME).exists() else []
     keys = {
         entry["key"]: (entry["value"], entry["other"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import click
@@ -14,11 +13,10 @@ from rich.text import Text
 
 from meshrl.api import HELD_OUT, STEP, RunHistory
 from meshrl.cli.find_mesh import RETRY_S, Mesh, find_mesh, say_which
-from meshrl.cli.options import json_option, mesh_options
+from meshrl.cli.options import NamedRun, json_option, names_run
 from meshrl.common.plain_text import say_json
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import EngineStats, Ledger, RunState, TrainerStatus
-from meshrl.launcher.address_book import newest_run_dir
 from meshrl.launcher.text_console import text_console
 from meshrl.launcher.view import clock, ledger_line, sparkline
 from meshrl.rpc.clients.services import RolloutClient, TrainerClient
@@ -38,19 +36,19 @@ class RunStatus:
 
 
 @click.command()
-@mesh_options
+@names_run(queue=True)
 @json_option
-def status(run_dir: Path | None, queue: str | None, run: str | None, as_json: bool) -> None:
-    """Steps, rewards, fleet and queue of the mesh in --run-dir (the newest one if not given).
+def status(named: NamedRun, as_json: bool) -> None:
+    """Steps, rewards, fleet and queue of the mesh of RUN (the newest one here if not given).
 
     Of a mesh that does not run: what its run came to.
     """
-    if queue is None:
-        history = RunHistory.read(run_dir if run_dir is not None else newest_run_dir())
+    if named.queue is None:
+        history = RunHistory.read(named.directory)
         if history.state != "running" and history.steps:
             _print_history(history, as_json)
             return
-    mesh = find_mesh(run_dir, queue, run)
+    mesh = find_mesh(named)
     found = asyncio.run(_ask(mesh))
     if as_json:
         say_json(json.dumps(_json(found), indent=2))
@@ -86,7 +84,7 @@ def _print_history(history: RunHistory, as_json: bool) -> None:
     table.add_row("samples", f"{history.samples:,}")
     table.add_row("time", f"{clock(history.seconds)}, from the first figures to the last")
     table.add_row("files", str(directory))
-    commands = Text(f"meshrl rows {directory}\nmeshrl ledger --run-dir {directory}")
+    commands = Text(f"meshrl rows {directory}\nmeshrl ledger {directory}")
     table.add_row("more", commands)
     if history.state == "stopped":
         table.add_row("go on", f"meshrl up {directory / 'recipe.yaml'}")

@@ -15,16 +15,17 @@ import click
 
 from meshrl.cli.commands.fleet import membership_json
 from meshrl.cli.find_mesh import Mesh, MeshAddress, mesh_of, read_membership
+from meshrl.cli.options import RUN, checked_run
 from meshrl.common.certificates import Certificates
 from meshrl.common.plain_text import say
 from meshrl.common.process_guard import die_with_supervisor
 from meshrl.common.sockets import is_loopback
 from meshrl.config.loading import load_run
-from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME
-from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.config.recipe import RECIPE_NAME
+from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import DeadLetter
-from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, is_up, newest_run_dir
+from meshrl.launcher.address_book import is_up, newest_run_dir
 from meshrl.launcher.observer import fleet_waits
 from meshrl.rpc.credentials import MeshRole, new_token
 from meshrl.rpc.runtime import ServerSettings, permit_insecure, run_service
@@ -38,7 +39,7 @@ LONGEST_REASON = 500
 
 
 @click.command()
-@click.argument("runs", nargs=-1, metavar="[RUN]...")
+@click.argument("runs", type=RUN, nargs=-1, metavar="[RUN]...")
 @click.option("--host", envvar="MESHRL_VIEW_HOST", default="127.0.0.1", show_default=True)
 @click.option(
     "--port",
@@ -56,15 +57,19 @@ LONGEST_REASON = 500
     help="Listen beyond this machine, unencrypted: only in a network that you trust.",
 )
 def view(
-    runs: tuple[str, ...], host: str, port: int, allowed: tuple[str, ...], allow_insecure_bind: bool
+    runs: tuple[Path, ...],
+    host: str,
+    port: int,
+    allowed: tuple[str, ...],
+    allow_insecure_bind: bool,
 ) -> None:
-    """Serve a page over each RUN until Ctrl-C: a run's directory, or its name in runs/; the newest if none is given.
+    """Serve a page over each RUN (the newest one here if none is given) until Ctrl-C.
 
     It shows curves, the fleet, the flow of rows, the configuration and the rollouts. Open the address that it prints:
     the token in it lets you in, to read. Only who shows an operator's credential of the run may replay dead letters.
     """
     die_with_supervisor()
-    directories = [_directory(run) for run in runs] or [newest_run_dir()]
+    directories = [checked_run(run) for run in runs] or [newest_run_dir()]
     settings = ServerSettings(
         host=host,
         port=port,
@@ -80,17 +85,6 @@ def view(
             f"the page on {host} sends its token and all rows unencrypted",
         )
     sys.exit(run_service(lambda: _serve(directories, settings, allowed)))
-
-
-def _directory(run: str) -> Path:
-    """Raises UserError."""
-    marks = (METRICS_NAME, RECIPE_NAME, ADDRESS_BOOK_NAME)
-    for directory in (Path(run), Path("runs") / run):
-        if any((directory / name).exists() for name in marks):
-            return directory
-    if Path(run).is_dir():
-        raise UserError(f"{run} is no run's directory: it holds none of {', '.join(marks)}")
-    raise UserError(f"no run {run!r}: want a run's directory, or its name in runs/")
 
 
 def _certificates(directories: Sequence[Path]) -> Certificates:
