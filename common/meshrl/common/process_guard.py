@@ -48,6 +48,8 @@ TOO_LONG = -32099
 ID = re.compile(rb'"id"\s*:\s*(\d+|"[^"]{1,64}")')
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILLED = 128 + signal.SIGKILL
+supervised = False
+"""A supervisor started this process, and says itself what becomes of the run."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -63,7 +65,9 @@ def die_with_parent(parent: int) -> None:
 
 def die_with_supervisor() -> None:
     """Like `die_with_parent`, if a supervisor started this process; it says so in `PARENT_VARIABLE`."""
+    global supervised
     if parent := os.environ.pop(PARENT_VARIABLE, None):
+        supervised = True
         die_with_parent(int(parent))
 
 

@@ -125,11 +125,15 @@ def names_run(*, queue: bool = False, behind: str = "", word: bool = True) -> Ca
         elif word:
             made = click.argument("run", type=RUN, required=False)(made)
         if queue:
-            name = click.option("--run", "run_name", envvar="MESHRL_RUN", hidden=True)
+            name = click.option(
+                "--run", "run_name", envvar="MESHRL_RUN", hidden=True, help="RUN at --queue."
+            )
             asked = "Ask this queue, which may serve several runs: needs RUN."
             where = click.option("--queue", metavar="HOST:PORT", envvar="MESHRL_QUEUE", help=asked)
             made = where(name(made))
-        folder = click.option("--run-dir", type=RUN, envvar="MESHRL_RUN_DIR", hidden=True)
+        folder = click.option(
+            "--run-dir", type=RUN, envvar="MESHRL_RUN_DIR", hidden=True, help="As RUN."
+        )
         return folder(made)  # type: ignore[no-any-return]
 
     return decorated

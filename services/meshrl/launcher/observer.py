@@ -60,10 +60,13 @@ class Observer:
                 if isinstance(ended, Exception):
                     log.error("the view stopped being updated: %r", ended)
 
-    async def read_final_ledger(self) -> None:
-        """Read the ledger at the end. Raises what the queue's client raises."""
+    async def look_last(self) -> None:
+        """Read the ledger and the step of the newest checkpoint at the end. Raises what the queue's client raises."""
         async with connect_queue(self._address_book().address("queue"), retry_s=RETRY_S) as queue:
             self._mesh_status.ledger = await queue.ledger(self._mesh_status.run)
+            self._mesh_status.saved_step = (
+                await queue.run_state(self._mesh_status.run)
+            ).committed_step
 
     async def _watch_trainer(self) -> None:
         while True:

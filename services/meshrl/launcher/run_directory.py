@@ -80,7 +80,7 @@ def note_finished(recipe: Recipe, mesh_status: MeshStatus) -> None:
     directory, ledger = recipe.run.path, mesh_status.ledger
     note = {
         "run": recipe.run.name,
-        "step": mesh_status.trainer.step if mesh_status.trainer else 0,
+        "step": mesh_status.step,
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "reward": next(reversed(mesh_status.rewards.values()), None),
         "held_out_score": next(reversed(mesh_status.scores.values()), None),

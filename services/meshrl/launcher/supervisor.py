@@ -46,7 +46,7 @@ START_LINE_S = 30.0
 PORT_TRIES = 5
 CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV})
 """Signals by which a process ends itself."""
-BEFORE_DRAIN_S = 15.0
+LAST_LOOK_S = 15.0
 
 Phase = Literal[
     "waiting",
@@ -99,7 +99,7 @@ class Supervisor:
         services: Sequence[Service],
         sink: LineSink,
         *,
-        before_drain: Callable[[], Awaitable[None]] | None = None,
+        last_look: Callable[[], Awaitable[None]] | None = None,
         steps: Callable[[], int] = lambda: 0,
         preloading: Preloading | None = None,
         start: StartProcess = ServiceProcess.start,
@@ -110,7 +110,7 @@ class Supervisor:
         Args:
             services: What to start.
             sink: Gets the lines of all.
-            before_drain: A last look before the services go.
+            last_look: Called when all have ended but those that drain last, the queue: nothing changes any more.
             steps: How many steps the run has made. A service that was ready meanwhile, and that nobody stands in for,
                 has done its work.
             preloading: Starts processes.
@@ -120,7 +120,7 @@ class Supervisor:
         self.states = {service.name: ServiceState() for service in services}
         self._services = list(services)
         self._sink = sink
-        self._before_drain = before_drain
+        self._last_look = last_look
         self._steps = steps
         self._preloading = preloading
         self._processes: dict[str, ServiceProcess] = {}
@@ -152,8 +152,8 @@ class Supervisor:
             try:
                 await self._start_in_order()
                 await self._over.wait()
-                if self._before_drain and not self._kill.is_set():
-                    await self._before_the_drain(self._before_drain)
+                if self._verdict is not None and self._verdict.finished:
+                    self._sink("up", "all steps are done: the services end, the queue last")
                 await self._drain()
             finally:
                 self._over.set()
@@ -387,15 +387,19 @@ class Supervisor:
             await first_of(asyncio.shield(process.done), timeout_s=PROBE_EVERY_S)
         return False
 
-    async def _before_the_drain(self, look: Callable[[], Awaitable[None]]) -> None:
+    async def _look(self) -> None:
+        if self._last_look is None or self._kill.is_set():
+            return
         try:
-            await first_of(look(), self._kill.wait(), timeout_s=BEFORE_DRAIN_S)
+            await first_of(self._last_look(), self._kill.wait(), timeout_s=LAST_LOOK_S)
         except MeshError as error:
-            log.debug("the ledger could not be read before the drain: %s", error)
+            log.debug("the ledger could not be read at the end: %s", error)
 
     async def _drain(self) -> None:
         ordered = sorted(self._services, key=lambda service: service.drain_order)
-        for _, together in groupby(ordered, key=lambda service: service.drain_order):
+        for order, together in groupby(ordered, key=lambda service: service.drain_order):
+            if order == ordered[-1].drain_order:
+                await self._look()
             processes = [self._processes[s.name] for s in together if s.name in self._processes]
             await asyncio.gather(*(self._drain_one(c) for c in processes if c.running))
 

@@ -189,8 +189,11 @@ def up(
         "logs": str(directory / "logs"),
     }
     console.print(final_table(mesh_status, files))
-    if not verdict.finished:
-        say(verdict.line if verdict.stopped else f"error: {verdict.line}", err=True)
+    if verdict.stopped:
+        at = "" if mesh_status.saved_step is None else f" at step {mesh_status.saved_step}"
+        say(f"{verdict.line}{at}; the same command goes on from there", err=True)
+    elif not verdict.finished:
+        say(f"error: {verdict.line}", err=True)
     return verdict.code
 
 
@@ -216,7 +219,7 @@ async def _supervise(
         supervisor = Supervisor(
             services,
             log,
-            before_drain=lambda: observer.read_final_ledger(),
+            last_look=lambda: observer.look_last(),
             steps=lambda: mesh_status.steps,
             preloading=preloading,
         )
@@ -238,7 +241,7 @@ async def _supervise(
 
         observer = Observer(mesh_status, lambda: plan.address_book, on_step)
         loop = asyncio.get_running_loop()
-        stopping = _Stopping(supervisor, mesh_status, log)
+        stopping = _Stopping(supervisor, log)
         for number in SIGNALS:
             loop.add_signal_handler(number, stopping.on_signal, number)
         log("up", f"run {recipe.run.name}: {', '.join(names)}; files in {recipe.run.path}")
@@ -254,9 +257,8 @@ async def _supervise(
 class _Stopping:
     """The first signal drains, the second one kills."""
 
-    def __init__(self, supervisor: Supervisor, mesh_status: MeshStatus, log: MergedLog) -> None:
+    def __init__(self, supervisor: Supervisor, log: MergedLog) -> None:
         self._supervisor = supervisor
-        self._mesh_status = mesh_status
         self._log = log
         self._repeated_until = 0.0
 
@@ -266,13 +268,11 @@ class _Stopping:
         if number == signal.SIGTERM and now < self._repeated_until:
             return
         self._repeated_until = now + SAME_REQUEST_S
-        step = self._mesh_status.trainer.step if self._mesh_status.trainer else 0
-        line = f"stopped by {SIGNALS[number]} at step {step}; the same command goes on from there"
         if not self._supervisor.stopping:
             self._log(
                 "up", f"{SIGNALS[number]}: draining, the trainer first; once more kills at once"
             )
-        self._supervisor.stop(line, 128 + number)
+        self._supervisor.stop(f"stopped by {SIGNALS[number]}", 128 + number)
 
 
 @asynccontextmanager

@@ -35,6 +35,8 @@ class MeshStatus:
     trainer: TrainerStatus | None = None
     steps: int = 0
     """Seen to be made since `up` began."""
+    saved_step: int | None = None
+    """Of the newest checkpoint, once all is over."""
     rewards: dict[int, float] = field(default_factory=dict)
     """Mean reward by step."""
     scores: dict[int, float] = field(default_factory=dict)
@@ -78,6 +80,11 @@ class MeshStatus:
             if recorded:
                 seen.clear()
                 seen.update(sorted(recorded.items()))
+
+    @property
+    def step(self) -> int:
+        """How many steps the run has made."""
+        return max(self.trainer.step if self.trainer is not None else 0, self.saved_step or 0)
 
     @property
     def elapsed_s(self) -> float:
@@ -223,7 +230,7 @@ def final_table(mesh_status: MeshStatus, files: Mapping[str, str]) -> Table:
     table.add_column()
     status = mesh_status.trainer
     if status is not None:
-        table.add_row("steps", f"{status.step} of {status.total_steps or '?'}")
+        table.add_row("steps", f"{mesh_status.step} of {status.total_steps or '?'}")
         table.add_row("version", str(status.version))
         if mesh_status.rewards:
             values = list(mesh_status.rewards.values())
@@ -231,7 +238,8 @@ def final_table(mesh_status: MeshStatus, files: Mapping[str, str]) -> Table:
         if mesh_status.scores:
             scores = list(mesh_status.scores.values())
             table.add_row("held-out score", f"{scores[0]:.3f} → {scores[-1]:.3f}")
-        table.add_row("samples", f"{status.samples:,}")
+        over = mesh_status.ledger if mesh_status.saved_step is not None else None
+        table.add_row("samples", f"{over.trained if over is not None else status.samples:,}")
         if status.staleness:
             mean, top = mean_staleness(status.staleness), max(status.staleness)
             table.add_row("staleness", f"mean {mean:.2f}, max {top}")

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 Status = TypeVar("Status")
 
+DRAINING: Final = "the service is draining"
+"""What a service that ends answers."""
 DETAIL_KEY: Final = "meshrl-error-bin"
 MAX_TEXT: Final = 2_000
 """Characters of a message or of one detail, because metadata is bounded. Longer texts belong in a log."""

@@ -41,7 +41,7 @@ from meshrl.contract.errors import (
     UnavailableError,
     UserError,
 )
-from meshrl.rpc.errors import DETAIL_KEY, MAX_TEXT, status_of, to_detail
+from meshrl.rpc.errors import DETAIL_KEY, DRAINING, MAX_TEXT, status_of, to_detail
 from meshrl.rpc.transport import MAX_STREAM_BYTES, MAX_WAIT_S, SizedMessage
 
 log = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ class LongPolls:
 
         async def run(request: Any, context: Context) -> Any:
             if self._ended:
-                raise UnavailableError(f"{method}: the service is draining")
+                raise UnavailableError(f"{method}: {DRAINING}")
             try:
                 async with asyncio.timeout(None) as scope:
                     self._waiting.add(scope)
@@ -267,7 +267,7 @@ class LongPolls:
             except TimeoutError as error:
                 if not scope.expired():
                     raise
-                raise UnavailableError(f"{method}: the service is draining") from error
+                raise UnavailableError(f"{method}: {DRAINING}") from error
 
         return run
 

@@ -34,7 +34,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 from pydantic import Field, NonNegativeFloat
 
-from meshrl.common import tracing
+from meshrl.common import process_guard, tracing
 from meshrl.common.certificates import Certificates
 from meshrl.common.config import Config
 from meshrl.common.files import lasting_fault
@@ -295,7 +295,8 @@ class GrpcServer:
             log.warning("second signal: ending at once")
             logging.shutdown()
             os._exit(128 + number)
-        log.info("%s: draining", signal.Signals(number).name)
+        level = logging.DEBUG if process_guard.supervised else logging.INFO
+        log.log(level, "%s: draining", signal.Signals(number).name)
         self._stopping.set()
 
     async def _set_health(self, status: int) -> None:

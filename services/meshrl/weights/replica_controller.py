@@ -30,6 +30,7 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.ports import AdapterSink, LendingSink, WeightSink
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
+from meshrl.rpc.errors import DRAINING
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Link, host_id
 from meshrl.weights.fleet import REPLICA_REPORT, ReplicaReport
@@ -250,7 +251,9 @@ class ReplicaController:
         self._last_kind = kind
         if not self._welcomed or self._same == 1:
             # Logged once, not at every attempt: a trainer that restarts takes many of them.
-            level = logging.INFO if self._retry_s == _FIRST_RETRY_S else logging.DEBUG
+            # A trainer that drains has done its work, or is told by whoever ended it.
+            told = self._retry_s != _FIRST_RETRY_S or str(error).endswith(DRAINING)
+            level = logging.DEBUG if told else logging.INFO
             logger.log(level, "%s is not connected to the trainer: %s", self._replica, error)
         elif self._same.bit_count() == 1:  # the 2nd, 4th, 8th, ... time
             logger.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from meshrl.config.weights import WeightsConfig
-from meshrl.contract.errors import ConfigError, WaitTimeoutError
+from meshrl.contract.errors import ConfigError, UnavailableError, WaitTimeoutError
 from meshrl.contract.types import ROLLOUT_STAGE, Version
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.planning.loop import START_S
@@ -186,3 +187,20 @@ def test_a_claim_to_siblings_ends_by_itself_and_order_is_as_before(
         return row.uid.task, row.uid.index
 
     assert run(0, second_lease()) == given
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (UnavailableError("UNAVAILABLE: /meshrl.v1.Weights/Join: the service is draining"), False),
+        (UnavailableError("UNAVAILABLE: connection refused"), True),
+    ],
+)
+def test_a_trainer_that_ends_is_no_fault_of_a_worker_s_connection(
+    fault: UnavailableError, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with virtual_time(0) as loop:
+        controller = replica_of_trainer(Network(loop, 0, Delays()))
+        caplog.set_level(logging.INFO)
+        controller._report(fault)
+    assert ("is not connected to the trainer" in caplog.text) is told

@@ -119,6 +119,8 @@ class Mesh:
         self.processes: list[Process] = []
         self.log: list[tuple[str, str]] = []
         self.steps = 0
+        self.looked: list[set[str]] = []
+        """Who ran at each last look."""
         self._pids = itertools.count(1)
         self._starts: dict[str, int] = {}
         self.supervisor: Supervisor
@@ -139,6 +141,7 @@ class Mesh:
             start=self.start,
             watchdog=NoWatchdog(),
             steps=lambda: self.steps,
+            last_look=self.look,
         )
         return self.supervisor
 
@@ -155,6 +158,9 @@ class Mesh:
         process = Process(service, life, next(self._pids))
         self.processes.append(process)
         return process
+
+    async def look(self) -> None:
+        self.looked.append({process.service.name for process in self.processes if process.running})
 
     def sink(self, name: str, line: str) -> None:
         self.log.append((name, line))
@@ -349,6 +355,26 @@ async def test_a_drained_service_is_not_started_again_and_the_run_goes_on() -> N
         assert mesh.phase("rollout-0") == "drained" and not over.done()
         assert len(mesh.of("rollout-0")) == 1 and len(mesh.of("rollout-0")[0].signals) == 1
         assert await drain("rollout-0")  # draining again is having drained
+
+
+@pytest.mark.parametrize("ends", [Life(seconds=30), WORKS], ids=["finished", "stopped"])
+@in_virtual_time
+async def test_the_ledger_is_read_when_all_but_the_queue_have_ended(ends: Life) -> None:
+    mesh = Mesh()
+    services = [
+        mesh.service("queue", drain_order=2),
+        mesh.service("trainer", replace(ends, drain_s=5), leads=True, finite=True),
+        mesh.service("reward", Life(drain_s=7), drain_order=1),
+    ]
+    async with mesh.running(*services) as running:
+        await until(lambda: mesh.phase("reward") == "ready")
+        if ends is WORKS:
+            mesh.supervisor.stop("stopped by Ctrl-C", 130)
+        verdict = await running
+    assert mesh.looked == [{"queue"}]
+    assert (
+        mesh.said("all steps are done: the services end") is verdict.finished is (ends is not WORKS)
+    )
 
 
 @in_virtual_time

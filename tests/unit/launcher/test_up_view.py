@@ -154,6 +154,13 @@ def test_the_table_at_the_end_shows_the_whole_run() -> None:
         assert fact in text
 
 
+def test_the_table_at_the_end_says_what_queue_and_checkpoint_say() -> None:
+    made = mesh_status()  # what the trainer said last, before it ended its step
+    made.saved_step, made.ledger = 13, replace(LEDGER, trained=3328)
+    text = drawn(final_table(made, {}))
+    assert made.step == 13 and "13 of 40" in text and "3,328" in text and "3,072" not in text
+
+
 def test_a_sparkline_rises_with_its_values_and_fits() -> None:
     assert sparkline([]) == ""
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"

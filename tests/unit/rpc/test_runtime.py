@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from meshrl.common import process_guard
 from meshrl.common.process_guard import DRAIN_AT_EOF
 from meshrl.contract.errors import (
     CapacityError,
@@ -259,3 +261,13 @@ def test_a_second_signal_ends_it_at_once() -> None:
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=120)
     assert (out, process.returncode) == ("", 128 + signal.SIGTERM)
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+async def test_whoever_ended_a_service_says_so_and_not_each_service_too(
+    supervised: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_guard, "supervised", supervised)
+    caplog.set_level(logging.INFO)
+    serve()._on_signal(signal.SIGTERM)
+    assert ("SIGTERM: draining" in caplog.text) is not supervised
