@@ -123,6 +123,18 @@ async def test_a_signal_drains_and_nothing_is_left(workplace: Path) -> None:
     assert not is_up(Path("runs/tiny"))
 
 
+async def test_a_pipe_that_closes_ends_a_run_as_a_lost_terminal_does(workplace: Path) -> None:
+    process = await start("--port", "queue=20998")
+    assert process.stdout is not None
+    await process.stdout.readline()
+    transport = process._transport.get_pipe_transport(1)  # type: ignore[attr-defined]
+    transport.close()  # as `meshrl up | head -1` does
+    code, _, err = await ended(process)
+    assert code == 128 + signal.SIGPIPE
+    assert err[-1].startswith("stopped by a closed pipe"), err
+    assert processes_of(workplace) == [] and not is_up(Path("runs/tiny"))
+
+
 async def test_nothing_survives_an_up_that_is_killed(workplace: Path) -> None:
     process = await start()
     log = Path("runs/tiny/logs/queue.log")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -28,6 +28,11 @@ def text_console(
 
 class _HarmlessConsole(Console):
     """Rich writes the codes of its styles itself; what a text says is text."""
+
+    def on_broken_pipe(self) -> None:
+        """Print no more, and let whoever prints know: rich would end the process."""
+        self.quiet = True
+        raise BrokenPipeError(errno.EPIPE, "nobody reads what is printed any more")
 
     def render_str(self, text: str, **options: Any) -> Text:
         """A text by itself or in a cell, on one line; a `Text` may have several."""
@@ -70,6 +75,8 @@ class MergedLog:
         self._keep = keep
         self._files: dict[str, LineFile] = {}
         self._refused = False
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called once, when nobody reads what is shown any more: `meshrl up | head`. It is still saved."""
         self._width = max(map(len, [*names, "up"]))
         self._colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
 
@@ -109,4 +116,7 @@ class MergedLog:
         style = "bold" if name == "up" else colour
         text = Text(f"{name:>{self._width}} │ ", style=style)
         text.append(line, style="" if not ERRORS.search(line) else "bold red")
-        self._console.print(text, soft_wrap=True)
+        try:
+            self._console.print(text, soft_wrap=True)
+        except BrokenPipeError:
+            self.on_lost()

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -189,12 +189,18 @@ def up(
         "logs": str(directory / "logs"),
     }
     console.print(final_table(mesh_status, files))
+    with suppress(BrokenPipeError):  # of stderr, too
+        _tell(verdict, mesh_status)
+    return verdict.code
+
+
+def _tell(verdict: Verdict, mesh_status: MeshStatus) -> None:
+    """Say on stderr why the run is not finished."""
     if verdict.stopped:
         at = "" if mesh_status.saved_step is None else f" at step {mesh_status.saved_step}"
         say(f"{verdict.line}{at}; the same command goes on from there", err=True)
     elif not verdict.finished:
         say(f"error: {verdict.line}", err=True)
-    return verdict.code
 
 
 async def _supervise(
@@ -244,6 +250,7 @@ async def _supervise(
         stopping = _Stopping(supervisor, log)
         for number in SIGNALS:
             loop.add_signal_handler(number, stopping.on_signal, number)
+        log.on_lost = stopping.on_lost
         log("up", f"run {recipe.run.name}: {', '.join(names)}; files in {recipe.run.path}")
         showing = _live(mesh_status, console) if live else _lines(mesh_status, log)
         fleet = FleetOperations(plan, supervisor, health_probe, partial(log, "up"))
@@ -273,6 +280,10 @@ class _Stopping:
                 "up", f"{SIGNALS[number]}: draining, the trainer first; once more kills at once"
             )
         self._supervisor.stop(f"stopped by {SIGNALS[number]}", 128 + number)
+
+    def on_lost(self) -> None:
+        """Stop as for a terminal that is lost: nobody sees how the run goes on."""
+        self._supervisor.stop("stopped by a closed pipe", 128 + signal.SIGPIPE)
 
 
 @asynccontextmanager

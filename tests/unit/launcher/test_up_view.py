@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import time
 from dataclasses import replace
@@ -19,7 +20,7 @@ from meshrl.contract.types import (
     Waiting,
 )
 from meshrl.launcher.supervisor import ServiceState
-from meshrl.launcher.text_console import MergedLog
+from meshrl.launcher.text_console import MergedLog, text_console
 from meshrl.launcher.view import (
     STUCK_S,
     MeshStatus,
@@ -256,3 +257,17 @@ def test_a_sign_that_nothing_is_learned_is_shown_with_where_to_read_on() -> None
     text = " ".join(drawn(live_view(made)).split())
     assert "warning no row had a reward in the last 5 steps" in text
     assert "learning-fails.md#no-reward" in text
+
+
+def test_a_log_that_nobody_reads_any_more_is_still_saved_and_says_so_once(tmp_path: Path) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    lost: list[str] = []
+    with MergedLog(tmp_path, ["queue"], text_console(Closed())) as log:
+        log.on_lost = lambda: lost.append("stop")
+        for line in ("first", "second", "third"):
+            log("queue", line)
+    assert lost == ["stop"]
+    assert (tmp_path / "queue.log").read_text().split() == ["first", "second", "third"]
