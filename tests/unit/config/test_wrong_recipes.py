@@ -108,11 +108,13 @@ WRONG: list[tuple[str, str]] = [
     # data
     (
         "data.train_files=[question.jsonl]",
-        "data.train_files.0: question.jsonl:1: no 'prompt' (data.prompt_key); the row has question, answer",
+        "data.train_files.0: question.jsonl:1: no 'prompt' (data.prompt_key); the row has question, answer: set"
+        " data.prompt_key=question",
     ),
     (
         "data.prompt_key=question",
-        "data.train_files.0: train.jsonl:1: no 'question' (data.prompt_key); the row has prompt, answer",
+        "data.train_files.0: train.jsonl:1: no 'question' (data.prompt_key); the row has prompt, answer: set"
+        " data.prompt_key=prompt",
     ),
     ("data.train_files=[empty.jsonl]", "data.train_files.0: no prompts in empty.jsonl: want rows"),
     (
@@ -133,13 +135,13 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "data.train_files=[misspelt.jsonl]",
-        "data.train_files.0: misspelt.jsonl:2: no 'answer'; the row has prompt, anwser; say where the answer is"
-        " (data.answer_key), or that tasks have none (data.answer_required: false)",
+        "data.train_files.0: misspelt.jsonl:2: no 'answer'; the row has prompt, anwser: set data.answer_key=anwser;"
+        " say where the answer is (data.answer_key), or that tasks have none (data.answer_required: false)",
     ),
     (
         "data.answer_key=solution",
-        "data.train_files.0: train.jsonl:1: no 'solution'; the row has prompt, answer; say where the answer is"
-        " (data.answer_key), or that tasks have none (data.answer_required: false)",
+        "data.train_files.0: train.jsonl:1: no 'solution'; the row has prompt, answer: set data.answer_key=answer;"
+        " say where the answer is (data.answer_key), or that tasks have none (data.answer_required: false)",
     ),
     (
         "data.val_files=[image.jsonl]",

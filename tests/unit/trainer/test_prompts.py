@@ -19,7 +19,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.types import Media, Message, SamplingParams
 from meshrl.images import ImageProcessor
 from meshrl.trainer.config import DataConfig, FewShotExample
-from meshrl.trainer.data.files import FileRow, file_rows
+from meshrl.trainer.data.files import FileRow, file_rows, row_lacks
 from meshrl.trainer.data.prompts import Prompt, load_prompts, task_maker
 from meshrl.trainer.data.readers import parquet as parquet_reader
 
@@ -131,7 +131,10 @@ def user(content: object, **more: object) -> list[object]:
 
 
 MISTAKES = {
-    "no prompt": ({"question": "?"}, "no 'prompt' (data.prompt_key); the row has question"),
+    "no prompt": (
+        {"question": "?"},
+        "no 'prompt' (data.prompt_key); the row has question: set data.prompt_key=question",
+    ),
     "empty": (options(prompt=""), "the prompt is empty"),
     "no messages": (options(prompt=[]), "'prompt' is empty, want text or a list"),
     "number": (options(prompt=3), "'prompt' is int, want text or a list of messages"),
@@ -176,7 +179,8 @@ MISTAKES = {
     ),
     "no answer": (
         {"prompt": "a=1?", "anwser": "1"},
-        "no 'answer'; the row has prompt, anwser; say where the answer is (data.answer_key), or that tasks have none"
+        "no 'answer'; the row has prompt, anwser: set data.answer_key=anwser; say where"
+        " the answer is (data.answer_key), or that tasks have none"
         " (data.answer_required: false)",
     ),
     "null answer": (options(answer=None), "no 'answer'; it is null or NaN; say where"),
@@ -479,3 +483,25 @@ def test_geometry3ks_files_become_rows_that_are_read(tmp_path: Path, model: Path
     prompt = read(tmp_path, model, row)
     assert prompt.media == (A,) and prompt.ground_truth == "3"
     assert "\\boxed{}" in prompt.messages[0].content
+
+
+@pytest.mark.parametrize(
+    ("key", "option", "columns", "cure"),
+    [
+        ("prompt", "data.prompt_key", ["question", "answer"], "data.prompt_key=question"),
+        ("prompt", "data.prompt_key", ["id", "problem", "solution"], "data.prompt_key=problem"),
+        ("prompt", "data.prompt_key", ["Prompt", "x"], "data.prompt_key=Prompt"),
+        ("prompt", "data.prompt_key", ["id", "x"], None),
+        ("qestion", "data.prompt_key", ["question", "answer"], "data.prompt_key=question"),
+        ("answer", "data.answer_key", ["problem", "solution"], "data.answer_key=solution"),
+        ("answer", "data.answer_key", ["prompt", "anwser"], "data.answer_key=anwser"),
+        ("response", "response_key", ["prompt", "completion"], "response_key=completion"),
+        ("chosen", "chosen_key", ["prompt", "preferred", "rejected"], "chosen_key=preferred"),
+    ],
+)
+def test_a_missing_column_is_told_with_the_option_that_names_the_right_one(
+    key: str, option: str, columns: list[str], cure: str | None
+) -> None:
+    said = row_lacks(key, option, dict.fromkeys(columns, "1"))
+    has = f"the row has {', '.join(columns)}"
+    assert said == (has if cure is None else f"{has}: set {cure}")

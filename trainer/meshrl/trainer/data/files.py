@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from meshrl.common import plugins
 from meshrl.contract.errors import UserError
@@ -80,3 +81,21 @@ def readable_files() -> str:
     """The suffixes that can be read, for a message."""
     *most, last = (f".{name}" for name in plugins.known(READERS))
     return f"{', '.join(most)} or {last}, or name a reader of your own"
+
+
+_NAMED: Final[Mapping[str, tuple[str, ...]]] = {
+    "prompt": ("prompt", "question", "problem", "query", "instruction", "input", "messages"),
+    "answer": ("answer", "ground_truth", "solution", "final_answer", "target", "label", "output"),
+    "response": ("response", "completion", "output", "answer"),
+    "chosen": ("chosen", "preferred", "accepted", "winner"),
+    "rejected": ("rejected", "dispreferred", "loser"),
+}
+"""Columns of public data sets by what they hold."""
+
+
+def row_lacks(key: str, option: str, row: Mapping[str, Any]) -> str:
+    """Which columns a row without `key` has, and the `option`, such as `data.prompt_key`, that cures it."""
+    has = f"the row has {', '.join(map(str, row))}"
+    usual = _NAMED[option.rpartition(".")[2].removesuffix("_key")]
+    near = [name for name in usual if name in row] or get_close_matches(key, map(str, row), n=1)
+    return f"{has}: set {option}={near[0]}" if near else has

@@ -21,7 +21,7 @@ from meshrl.contract.types import Int32, Json, Media, Message, SamplingParams, T
 from meshrl.images import ImageProcessor
 from meshrl.images.messages import with_parts
 from meshrl.trainer.config import DataConfig
-from meshrl.trainer.data.files import FileRow, file_rows
+from meshrl.trainer.data.files import FileRow, file_rows, row_lacks
 from meshrl.trainer.data.messages import (
     UNUSABLE,
     as_dicts,
@@ -194,7 +194,8 @@ def read_prompt_row(source: FileRow, config: DataConfig, *, pictures: bool = Fal
             raise UserError(
                 f"{where}: {config.prompt_key!r} is null, want text or a list of messages"
             )
-        raise UserError(f"{where}: no {config.prompt_key!r} (data.prompt_key); {_columns(row)}")
+        has = row_lacks(config.prompt_key, "data.prompt_key", row)
+        raise UserError(f"{where}: no {config.prompt_key!r} (data.prompt_key); {has}")
     key = config.image_key
     refuse_unusable(row, where, [name for name in UNUSABLE if not (pictures and name == key)])
     prompt = read_prompt(value, where, config.prompt_key, pictures=pictures)
@@ -233,10 +234,6 @@ def _introduced(prompt: str | tuple[Message, ...], config: DataConfig) -> str | 
         for role, content in (("user", shot.prompt), ("assistant", shot.answer))
     ]
     return (*system, *shots, *messages[len(own) :])
-
-
-def _columns(row: Mapping[str, Any]) -> str:
-    return f"the row has {', '.join(map(str, row))}"
 
 
 def prompt_text(row: PromptRow, config: DataConfig, tokenizer: PromptTokenizer) -> str:
@@ -368,7 +365,7 @@ def _ground_truth(source: FileRow, config: DataConfig) -> tuple[str, Json]:
             )
         there, answer = True, model["ground_truth"]
     if answer is None:
-        problem = "it is null or NaN" if there else _columns(row)
+        problem = "it is null or NaN" if there else row_lacks(key, "data.answer_key", row)
     elif is_blank(answer) and not source.made:
         problem = "it is empty"
     else:

@@ -26,7 +26,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Media
 from meshrl.images import ImageProcessor, reads_images
 from meshrl.images.messages import MARK, parts_of, with_parts
-from meshrl.trainer.data.files import FileRow, file_rows
+from meshrl.trainer.data.files import FileRow, file_rows, row_lacks
 from meshrl.trainer.data.messages import (
     MEDIA,
     UNUSABLE,
@@ -145,9 +145,9 @@ def _example(
     row, where = source.values, source.where
     if row.get(config.messages_key) is not None and row.get(config.response_key) is None:
         return conversation(source, tokenizer, config, images)
-    for key in (config.prompt_key, config.response_key):
+    for key, option in ((config.prompt_key, "prompt_key"), (config.response_key, "response_key")):
         if key not in row:
-            raise UserError(f"{where}: no {key!r} (the row has {', '.join(map(str, row))})")
+            raise UserError(f"{where}: no {key!r} ({row_lacks(key, option, row)})")
     sees, key = images is not None, config.image_key
     refuse_unusable(row, where, [name for name in UNUSABLE if not (sees and name == key)])
     prompt = read_prompt(row[config.prompt_key], where, config.prompt_key, pictures=sees)

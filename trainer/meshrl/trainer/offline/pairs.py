@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from meshrl.contract.errors import UserError
-from meshrl.trainer.data.files import FileRow, file_rows
+from meshrl.trainer.data.files import FileRow, file_rows, row_lacks
 from meshrl.trainer.data.messages import (
     as_dicts,
     is_blank,
@@ -62,9 +62,9 @@ def read_pairs(config: PreferenceConfig, files: Sequence[Path]) -> list[Pair]:
 def _pair(source: FileRow, config: PreferenceConfig) -> Pair:
     row, where = source.values, source.where
     refuse_unusable(row, where, what="preferences")
-    for key in (config.chosen_key, config.rejected_key):
+    for key, option in ((config.chosen_key, "chosen_key"), (config.rejected_key, "rejected_key")):
         if row.get(key) is None:
-            raise UserError(f"{where}: no {key!r} (the row has {', '.join(map(str, row))})")
+            raise UserError(f"{where}: no {key!r} ({row_lacks(key, option, row)})")
     sides = [(key, row[key]) for key in (config.chosen_key, config.rejected_key)]
     (before, chosen), (other, rejected) = (_split(value, where, key) for key, value in sides)
     for key, response in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
