@@ -37,7 +37,7 @@ from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.model.snapshot import WeightSnapshot, take_snapshot
-from meshrl.trainer.model.untrainable import WANTED
+from meshrl.trainer.model.untrainable import WANTED, spread_fault
 from meshrl.trainer.ranks.world import World
 
 VOCABULARY, PROMPT, WINDOW, RANKS = 64, 2, 6, 2
@@ -75,6 +75,15 @@ LATENT: Mapping[str, Any] = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 6,
 }
+HYBRID: Mapping[str, Any] = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+MAMBA: Mapping[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": WINDOW},
@@ -83,7 +92,29 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
     "Qwen3": {"head_dim": 8},
     "Qwen3Moe": {**EXPERTS, "head_dim": 8},
-    "Qwen3Next": {**EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 24},
+    "Qwen3Next": {**EXPERTS, **HYBRID, "shared_expert_intermediate_size": 24},
+    "Qwen3_5Text": {**HYBRID},
+    "Qwen3_5MoeText": {**EXPERTS, **HYBRID, "shared_expert_intermediate_size": 24},
+    "KimiLinear": {
+        **EXPERTS,
+        **LATENT,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_head_dim": 8,
+        "linear_num_heads": 2,
+    },
+    "NemotronH": {
+        "layers_block_type": ["mamba", "attention"],
+        "head_dim": 8,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+    },
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "FalconH1": {"head_dim": 8, **MAMBA, "mamba_d_ssm": 64},
+    "Bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "OlmoHybrid": {**HYBRID},
+    "Jamba": {"mamba_d_state": 8, "num_experts": 1, "attn_layer_offset": 1},
     "Gemma": {"head_dim": 8},
     "Gemma2": {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8},
     "Gemma3Text": {"head_dim": 8, "sliding_window": WINDOW, "sliding_window_pattern": 2},
@@ -303,6 +334,12 @@ def is_mixture(name: str) -> bool:
     return any("experts" in key for key in KINDS[name])
 
 
+def has_shared_experts(name: str) -> bool:
+    """Can ranks share them?"""
+    config = getattr(transformers, f"{name}Config")
+    return is_mixture(name) and not spread_fault({"model_type": config.model_type})
+
+
 def figure(value: torch.Tensor) -> str:
     """As the tables have it."""
     return f"{value.item():.0e}"
@@ -380,7 +417,9 @@ def main() -> int:
         print(found[-1], flush=True)
     world.close()
     mixtures = [
-        each.name for each in found if each.gradients not in ("", "no") and is_mixture(each.name)
+        each.name
+        for each in found
+        if each.gradients not in ("", "no") and has_shared_experts(each.name)
     ]
     for name, figure in spread(mixtures).items() if mixtures else ():
         next(each for each in found if each.name == name).spread = figure

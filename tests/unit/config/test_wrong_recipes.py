@@ -56,7 +56,9 @@ MACHINE = {
         "odd": {**QWEN, **HEADS, "num_key_value_heads": 4, "intermediate_size": 90},
         "chunked": {**QWEN, "layer_types": ["full_attention", "chunked_attention"]},
         "hybrid": {**QWEN, "text_config": {"layer_types": ["linear_attention"]}},
-        "unlisted": {**QWEN, "text_config": {"model_type": "qwen3_5_text"}},
+        "unlisted": {**QWEN, "text_config": {"model_type": "jamba"}},
+        "kimi": {**QWEN, **HEADS, "model_type": "kimi_linear", "num_experts": 4},
+        "stateful": {**QWEN, **HEADS, "model_type": "qwen3_next"},
         "bart": {**QWEN, "model_type": "bart"},
         "gelu": {**QWEN, "hidden_act": "gelu"},
         "dynamic": {**QWEN, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -505,7 +507,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "model.path=unlisted",
-        "model.path: unlisted is not supported: qwen3_5_text has layers of other kinds than attention: rows of a",
+        "model.path: unlisted is not supported: jamba has layers of other kinds than attention: rows of a",
     ),
     (
         "model.path=bart",
@@ -573,6 +575,18 @@ TENSOR = ["trainer.nproc=4", "trainer.parallel.tensor=4"]
         (
             ["model.path=odd", *TENSOR],
             "trainer.parallel.tensor: 4 does not divide the 90 intermediate_size of odd; want 1 or 2",
+        ),
+        (
+            ["model.path=stateful", "trainer.nproc=2", "trainer.parallel.tensor=2"],
+            "trainer.parallel.tensor: layers that keep a state from one token to the next are not shared by sequence",
+        ),
+        (
+            ["model.path=stateful", "trainer.nproc=2", "model.ulysses_sequence_parallel_size=2"],
+            "model.ulysses_sequence_parallel_size: layers that keep a state from one token to the next are not",
+        ),
+        (
+            ["model.path=kimi", "trainer.nproc=2", "trainer.parallel.expert=2"],
+            "trainer.parallel.expert: the experts of kimi_linear are not shared among ranks; want 1",
         ),
         (
             ["model.path=mixture", "actor.moe_router_bias_update_rate=0.001"],

@@ -10,11 +10,14 @@ KINDS = (
     "falcon",
     "gpt2",
     "granitemoehybrid",
+    "jamba",
     "lfm2",
     "nemotron",
     "phi",
     "phimoe",
+    "nemotron_h",
     "qwen3_5_text",
+    "qwen3_next",
     "stablelm",
 )
 """Of each way to come out some; all types are tried by `python -m tests.doubles.trainable`, which takes minutes."""

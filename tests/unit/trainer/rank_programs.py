@@ -130,17 +130,11 @@ def snapshot(model: str, parallel: Mapping[str, int], bucket_bytes: int) -> None
             print(buckets, *(each.get_total_counts() for each in counts), wrong, len(alone))
 
 
-LAYOUTS: dict[int, list[dict[str, int]]] = {
-    2: [{"data_shard": 2}, {"data_replicate": 2}, {"sequence": 2}],
-    4: [{"data_replicate": 2, "data_shard": 2}],
-}
-
-
-def pictures(folder: str) -> None:
-    """Take steps on rows with pictures in every layout, beside the same by one rank."""
+def beside_one(folder: str, layouts: Sequence[Mapping[str, int]]) -> None:
+    """Take steps of the table of equality in every layout, beside the same by one rank."""
     wanted = torch.load(Path(folder, "alone.pt"))
-    with joined() as first:
-        for layout in LAYOUTS[first.size]:
+    with joined():
+        for layout in layouts:
             world = World.start("cpu", ParallelConfig.model_validate(layout))
             trained = train_by_table(Path(folder, "model"), world, TRAININGS["AdamW"])
             found = differences(trained, wanted)

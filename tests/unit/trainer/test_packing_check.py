@@ -24,6 +24,7 @@ HYBRID: dict[str, Any] = dict(
     **SHAPE, head_dim=8, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2,
     linear_num_value_heads=4,
 )  # fmt: skip
+JAMBA: dict[str, Any] = dict(**SHAPE, mamba_d_state=8, num_experts=1, use_mamba_kernels=False)
 NEMOTRON: dict[str, Any] = dict(**SHAPE, head_dim=8)
 
 
@@ -41,8 +42,8 @@ def verdict(name: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("name", "shape", "says"),
     [
-        ("Qwen3_5Text", HYBRID, "rows of a pack would see each other: a state goes from one"),
-        ("Qwen3_5MoeText", HYBRID, "rows of a pack would see each other: a state goes from one"),
+        ("MiniMax", {**NEMOTRON, "num_local_experts": 2}, "rows of a pack would see each other: a state goes"),
+        ("Mamba", {**SHAPE, "state_size": 4}, "MambaMixer is told nothing of how rows lie: packed training"),
         ("Bart", {"d_model": 32}, "it may count positions over the whole pack"),
         ("Pegasus", {"d_model": 32}, "it may count positions over the whole pack"),
         ("Phimoe", SHAPE, "it draws random numbers while it trains"),
@@ -77,13 +78,15 @@ def test_a_model_that_computes_the_same_in_a_pack_is_trained(
 def test_a_classifier_that_computes_something_else_in_a_pack_is_refused_in_a_line(
     tmp_path: Path,
 ) -> None:
-    for name, shape in (("Qwen3_5Text", HYBRID), ("Nemotron", NEMOTRON)):
+    shapes = {"Qwen3_5Text": HYBRID, "Nemotron": NEMOTRON, "Jamba": JAMBA}
+    for name, shape in shapes.items():
         config = getattr(transformers, f"{name}Config")(**shape, num_labels=1, pad_token_id=0)
         factory: Any = transformers.AutoModelForSequenceClassification
         factory.from_config(config).save_pretrained(tmp_path / name)
-    load_classifier(tmp_path / "Nemotron", 0)
-    with pytest.raises(UserError, match="rows of a pack would see each other: a state"):
-        load_classifier(tmp_path / "Qwen3_5Text", 0)
+    for trained in ("Nemotron", "Qwen3_5Text"):
+        load_classifier(tmp_path / trained, 0)
+    with pytest.raises(UserError, match="JambaMambaMixer is told nothing of how rows lie"):
+        load_classifier(tmp_path / "Jamba", 0)
 
 
 @pytest.mark.parametrize("name", ["Nemotron", "Falcon"])
@@ -103,7 +106,7 @@ def test_layers_that_hand_on_no_layout_find_it_when_activations_are_computed_aga
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "bart", "musicgen", "gemma3"])
+@pytest.mark.parametrize("kind", ["jamba", "bart", "musicgen", "gemma3"])
 def test_a_checkpoint_of_such_a_type_is_refused_before_anything_is_made_of_it(
     kind: str, tmp_path: Path
 ) -> None:

@@ -9,7 +9,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    GptOssConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from meshrl.contract.errors import CorruptError, UserError
@@ -39,6 +45,11 @@ MODELS = {
         qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6, n_routed_experts=8,
         n_shared_experts=1, n_group=2, topk_group=1, num_experts_per_tok=2,
         first_k_dense_replace=1, moe_intermediate_size=24,
+    ),
+    "qwen3_next": Qwen3NextConfig(
+        **SHAPE, head_dim=8, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24,
+        shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
     ),
     "gpt_oss": GptOssConfig(
         **SHAPE, head_dim=8, num_local_experts=6, num_experts_per_tok=2, sliding_window=9,

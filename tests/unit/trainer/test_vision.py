@@ -215,13 +215,19 @@ def test_tensor_ranks_are_refused_where_no_recipe_was_checked(vision_path: Path)
         build_policy(open_hf(vision_path), shared, ModelConfig(path=vision_path))
 
 
+LAYOUTS: dict[int, list[dict[str, int]]] = {
+    2: [{"data_shard": 2}, {"data_replicate": 2}, {"sequence": 2}],
+    4: [{"data_replicate": 2, "data_shard": 2}],
+}
+
+
 def test_ranks_learn_of_pictures_what_one_process_learns(
     tmp_path: Path, world: World, ranks: Ranks
 ) -> None:
     make_model(tmp_path / "model")
     torch.save(train(tmp_path / "model", world, TRAININGS["AdamW"]), tmp_path / "alone.pt")
-    for count in (2, 4):
-        ranks.run("pictures", tmp_path, output=tmp_path / "output", ranks=count)
+    for count, layouts in LAYOUTS.items():
+        ranks.run("beside_one", tmp_path, layouts, output=tmp_path / "output", ranks=count)
     found = [json.loads(line) for line in (tmp_path / "found").read_text().splitlines()]
     assert len(found) == 4
     for layout, (loss, gradient, weight) in found:

@@ -26,7 +26,7 @@ from meshrl.trainer.data.prompts import (
     tokenised,
 )
 from meshrl.trainer.data.reasoning_gym import PACKAGE, ReasoningGymConfig
-from meshrl.trainer.model.untrainable import WANTED, refusal
+from meshrl.trainer.model.untrainable import NO_SHARES, WANTED, keeps_state, refusal, spread_fault
 
 CHECKPOINT = "a Hugging Face checkpoint (config.json, *.safetensors, tokenizer)"
 _EXPERTS = re.compile(r"\.experts\.")
@@ -209,12 +209,18 @@ def check_parallel(
             at,
             f"{key}: sequence x tensor, {sharers}, does not divide the model's {heads} attention heads",
         )
+    if sharers > 1 and keeps_state(config):
+        one: Loc = ("model", "ulysses_sequence_parallel_size") if shared > 1 else (*at, "tensor")
+        yield one, f"{dotted(one)}: {NO_SHARES}"
+        return
     if parallel.tensor > 1:
         yield from _tensor(parallel.tensor, model.path, config)
     named = (config.get(f"{kind}_experts") for kind in ("num", "num_local", "n_routed"))
     experts = next((number for number in named if isinstance(number, int)), None)
     if parallel.expert > 1 and config and experts is None:
         yield (*at, "expert"), f"{key}.expert: {model.path} has no experts; want 1"
+    elif parallel.expert > 1 and (fault := spread_fault(config)):
+        yield (*at, "expert"), f"{key}.expert: {fault}"
     which = "expert" if parallel.expert > 1 else "tensor"
     if experts is not None and experts % max(parallel.expert, parallel.tensor):
         yield (

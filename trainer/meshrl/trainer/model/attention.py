@@ -4,12 +4,17 @@ No mask is built. On CUDA in half precision kernels take rows as they lie (`atte
 Elsewhere sequences of similar length become one rectangular causal call: padding at the end cannot be seen by a real
 query under a causal mask, so the result is exact. No kernel of torch computes softcaps and sinks: there all scores
 are in memory.
+
+Layers that keep a state from one token to the next (linear attention, convolutions, Mamba) run over the same
+rectangles, whole (`split_rows`): such a layer is causal, too, and each row begins with no state.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +29,13 @@ from meshrl.trainer.model.parallel import repeats
 
 NAME = "meshrl_packed"
 _CARRIED = "_meshrl_packed_layout"
+_STATEFUL = re.compile(r"(GatedDeltaNet|DeltaAttention|Mixer|MambaLayer|ShortConv)$")
+"""Ends of the names of transformers' classes: each has [B, T, H] in and out, and no state where none is given."""
 _calls = threading.local()
 
 
 def calls() -> int:
-    """How often this thread has called `packed_attention`: code of a model may have an attention of its own."""
+    """How often this thread has computed in rows of a pack here: code of a model may have layers of its own."""
     count: int = getattr(_calls, "count", 0)
     return count
 
@@ -242,6 +249,40 @@ def keep_out_of_graphs() -> None:
 
 
 AttentionInterface.register(NAME, packed_attention)
+
+
+def is_stateful(module: nn.Module) -> bool:
+    """Whether a layer keeps a state from one token to the next, which `split_rows` lets begin with each row."""
+    return _STATEFUL.search(type(module).__name__) is not None
+
+
+def split_rows(hf: nn.Module) -> None:
+    """Let the layers of `hf` that keep a state run over the rows of a pack, in place. What it has of others stays."""
+    for module in hf.modules():
+        if is_stateful(module):
+            module.forward = partial(_in_rows, module.forward)
+
+
+def _in_rows(
+    forward: Any,
+    hidden_states: torch.Tensor,
+    *,
+    packed_layout: PackLayout | None = None,
+    **named: Any,
+) -> torch.Tensor:
+    """[1, P, H] of [1, P, H], by a `forward` that takes rows [n, L, H]. Raises UserError where it knows no rows."""
+    if packed_layout is None:
+        raise UserError(
+            f"{type(forward.__self__).__name__} is told nothing of how rows lie: packed training does not support it"
+        )
+    _calls.count = calls() + 1
+    parts = [
+        forward(hidden_states[0][bucket.gather], **named)
+        .flatten(0, 1)
+        .index_select(0, bucket.cells)
+        for bucket in packed_layout.buckets
+    ]
+    return torch.cat(parts).index_select(0, packed_layout.order)[None]
 
 
 def take_falcon() -> None:

@@ -45,7 +45,7 @@ _PREFIX, _LENGTHS = 5, (7, 21, 21)
 LAYERS, HEADS, VOCABULARY, WINDOW = 6, 2, 128, 4
 _WIDE = re.compile(r"intermediate_size|ffn_dim|ffn_hidden_size|dim_ff|n_inner|d_ff|lora_rank")
 _WIDTH = 64
-_HEADS = re.compile(r"(encoder|decoder)_attention_heads")
+_HEADS = re.compile(r"(encoder|decoder)_attention_heads|linear_num_heads")
 _EXPERTS = re.compile(r"(num|n|moe_num)_(local_|routed_)?experts")
 _SHARED = "num_kv_shared_layers"
 """The last ones, which have the keys and values of earlier ones of their kind."""
@@ -192,6 +192,10 @@ def _heads(config: Any) -> dict[str, Any]:
     for name in ("num_key_value_heads", "num_kv_heads"):
         if keys := _number(config, name):
             new[name] = HEADS if keys == heads else 1
+    if wide := _number(config, "mamba_d_head"):
+        new["mamba_n_heads"] = _number(config, "mamba_expand") * HEADS * width // wide
+        if _number(config, "mamba_d_ssm"):
+            new["mamba_d_ssm"] = new["mamba_n_heads"] * wide
     return new
 
 

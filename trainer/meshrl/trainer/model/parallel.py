@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshrl.contract.errors import UserError
+from meshrl.trainer.model.untrainable import spread_fault
 
 NEEDED = (5, 23)
 """Of transformers, whose interface is young."""
@@ -71,6 +72,8 @@ def spread_experts(hf: Any, mesh: DeviceMesh, tensor: DeviceMesh | None, **how: 
     """
     ranks = mesh["ep"].size()
     need_transformers(EXPERT_KEY, ranks)
+    if fault := spread_fault(hf.config.to_dict()):
+        raise UserError(f"{EXPERT_KEY}: {fault}")
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     plan = expert_plan(hf)

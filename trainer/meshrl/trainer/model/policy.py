@@ -167,9 +167,10 @@ class Policy(nn.Module):
         """
         given = self.named_weights() if frozen else self._changing_weights()
         yield from in_checkpoint(self.hf, given, self._stored)
-        for name, buffer in self.hf.named_buffers():
+        buffers = ((name, lora.Weight(buffer)) for name, buffer in self.hf.named_buffers())
+        for name, weight in in_checkpoint(self.hf, buffers, self._stored):
             if name in self._stored:
-                yield name, lora.Weight(buffer)
+                yield name, weight
 
     def _changing_weights(self) -> Iterator[tuple[str, lora.Weight]]:
         """Without a frozen tower's, which engines have from their checkpoint."""
@@ -305,7 +306,7 @@ def _class_of(config: Any) -> tuple[Any, Any]:
 def _prepared(hf: HfModel, path: Path) -> HfModel:
     """Refuse what would make log-probs differ from the sampler's; switch off what is drawn while a model trains."""
     refuse(path, refusal(hf.config.to_dict()) or packing_fault(*what_to_try(hf)))
-    return without_noise(hf)
+    return as_trained(hf)
 
 
 def refuse(path: Path, why: str) -> None:
@@ -327,7 +328,7 @@ def packing_fault(kind: Any, config: Any, packed: Packed, alone: Alone) -> str:
     def build(config: Any, ours: bool) -> HfModel:
         kernels = attention.NAME if ours else "eager"
         hf = kind._from_config(config, dtype=torch.float32, attn_implementation=kernels)
-        return without_noise(hf) if ours else hf
+        return as_trained(hf) if ours else hf
 
     key = (kind, config.to_json_string())
     if key not in _faults:
@@ -335,8 +336,9 @@ def packing_fault(kind: Any, config: Any, packed: Packed, alone: Alone) -> str:
     return _faults[key]
 
 
-def without_noise(hf: HfModel) -> HfModel:
-    """Switch off dropout, and the noise in front of routers."""
+def as_trained(hf: HfModel) -> HfModel:
+    """Let each row of a pack begin without a state; switch off dropout, and the noise in front of routers."""
+    attention.split_rows(hf)
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -32,6 +32,7 @@ from meshrl.trainer.model import attention, lora
 from meshrl.trainer.model.lora import BaseModel
 from meshrl.trainer.model.packing_check import HfModel
 from meshrl.trainer.model.parallel import has_experts, share_matrices, spread_experts
+from meshrl.trainer.model.untrainable import NO_SHARES
 from meshrl.trainer.model.vision import tower_of, units_of
 from meshrl.trainer.ranks.world import World
 
@@ -78,6 +79,9 @@ def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model
         raise UserError(
             "trainer.parallel: a model that reads pictures is not shared out by tensor or expert; want 1"
         )
+    shares = world.sequence is not None or world.tensor is not None
+    if shares and any(map(attention.is_stateful, hf.modules())):
+        raise UserError(f"trainer.parallel: {NO_SHARES}")
     if world.tensor is not None:
         if config.lora_rank:
             raise UserError("trainer.parallel.tensor: adapters are not shared among ranks; want 1")

@@ -13,12 +13,20 @@ WANTED = "want a model that docs/reference/models.md says is trained"
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 """`layer_types` of a model whose attention the packed one computes."""
 _OTHERS = (
-    "axk2 bailing_hybrid bamba deepseek_v32 deepseek_v4 dots3_note dots3_note_text falcon_h1 falcon_mamba"
-    " glm_moe_dsa hy_v4 inkling_text inkling2_text jamba kimi_linear lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid"
-    " qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2 zaya"
+    "axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text falcon_mamba glm_moe_dsa hy_v4 inkling_text"
+    " inkling2_text jamba mamba mamba2 minimax recurrent_gemma rwkv xlstm zamba zamba2 zaya"
 )
 OTHER_LAYERS = frozenset(_OTHERS.split())
 """Types of models that have layers of other kinds, also where config.json does not list the kinds."""
+_STATEFUL = (
+    "bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid qwen3_5"
+    " qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next"
+)
+STATEFUL = frozenset(_STATEFUL.split())
+"""Types of trained models with layers that keep a state from one token to the next, which begins with each row."""
+NO_SHARES = "layers that keep a state from one token to the next are not shared by sequence or tensor ranks; want 1"
+_SPREAD = frozenset(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"))
+"""Those of STATEFUL whose experts were seen to learn on several ranks what they learn on one."""
 _STATE = "rows of a pack would see each other"
 REASONS: Mapping[str, str] = {
     f"its attention does not go through transformers' attention interface: {_STATE}": (
@@ -43,7 +51,16 @@ REASONS: Mapping[str, str] = {
 REFUSED = {kind: reason for reason, kinds in REASONS.items() for kind in kinds.split()}
 
 
-PICTURES = ("idefics3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
+PICTURES = (
+    "idefics3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "smolvlm",
+)
 """Types of models that read pictures and are trained; of others nobody has seen that pictures come out right."""
 
 
@@ -53,11 +70,10 @@ def refusal(config: Mapping[str, Any]) -> str:
     kinds = {str(part.get("model_type")) for part in (config, text)}
     for kind in sorted(kinds & REFUSED.keys()):
         return f"{kind}: {REFUSED[kind]}"
-    listed = text.get("layer_types")
-    others = sorted({*map(str, listed or ())} - ATTENTION_LAYERS)
-    if others:
+    others = _other_layers(text)
+    if others and not kinds & STATEFUL:
         return f"layer_types {', '.join(others)}: {_STATE}"
-    if not listed:
+    if not text.get("layer_types"):
         for kind in sorted(kinds & OTHER_LAYERS):
             return f"{kind} has layers of other kinds than attention: {_STATE}"
     named = config.get("model_type")
@@ -66,3 +82,22 @@ def refusal(config: Mapping[str, Any]) -> str:
     if "falcon" in kinds and text.get("alibi"):
         return "falcon with alibi, whose distances a pack does not have"
     return ""
+
+
+def spread_fault(config: Mapping[str, Any]) -> str:
+    """Why ranks cannot share the experts of a model with this config.json; empty where they may."""
+    kind = (config.get("text_config") or config).get("model_type")
+    if kind in STATEFUL and kind not in _SPREAD:
+        return f"the experts of {kind} are not shared among ranks; want 1"
+    return ""
+
+
+def keeps_state(config: Mapping[str, Any]) -> bool:
+    """Whether layers of a model with this config.json keep a state from one token to the next."""
+    text = config.get("text_config") or config
+    listed = bool(text.get("layer_types"))
+    return text.get("model_type") in STATEFUL and (not listed or bool(_other_layers(text)))
+
+
+def _other_layers(text: Mapping[str, Any]) -> list[str]:
+    return sorted({*map(str, text.get("layer_types") or ())} - ATTENTION_LAYERS)

@@ -34,10 +34,10 @@ from meshrl.trainer.model.packing import Pack, pack, pair_sizes
 from meshrl.trainer.model.packing_check import HfModel, first_line
 from meshrl.trainer.model.policy import (
     Policy,
+    as_trained,
     packing_fault,
     refuse,
     response_hidden,
-    without_noise,
 )
 from meshrl.trainer.model.sharding import decoder_layers, shard
 from meshrl.trainer.offline.config import RewardModelConfig
@@ -192,7 +192,7 @@ def load_classifier(path: Path, pad: int) -> HfModel:
         nn.init.zeros_(hf.score.weight)
     refuse(path, packing_fault(type(hf), hf.config, _scores, _own_scores))
     hf.config.pad_token_id = pad
-    return without_noise(hf)
+    return as_trained(hf)
 
 
 def _scores(hf: HfModel, pack: Pack) -> torch.Tensor:
