@@ -114,6 +114,28 @@ KINDS: dict[str, dict[str, Any]] = {
             "deepstack_visual_indexes": [0],
         },
     },
+    "Qwen3_5": {
+        "model_type": "qwen3_5",
+        "text_config": {
+            **TEXT,
+            "head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "rope_parameters": {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
+        },
+        "vision_config": {
+            **TOWER,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "out_hidden_size": HIDDEN,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "num_position_embeddings": 64,
+        },
+    },
     "SmolVLM": {
         "model_type": "smolvlm",
         "text_config": {**TEXT, "model_type": "llama", "rope_parameters": ROPE},
@@ -138,6 +160,7 @@ PROCESSORS = {
     "Qwen2VL": "Qwen2VLProcessor",
     "Qwen2_5_VL": "Qwen2_5_VLProcessor",
     "Qwen3VL": "Qwen3VLProcessor",
+    "Qwen3_5": "Qwen3VLProcessor",
     "SmolVLM": "SmolVLMProcessor",
 }
 """What vLLM loads, which is not asked for pixels."""
