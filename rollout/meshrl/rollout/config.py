@@ -27,6 +27,8 @@ from meshrl.contract.types import OnUpdate, SamplingParams
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Types of rotary embeddings that the torch engine computes: their frequencies do not change with the length."""
+HYBRID_ARCHITECTURES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+"""Those of TORCH_ARCHITECTURES that have layers with linear attention."""
 TORCH_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -34,6 +36,7 @@ TORCH_ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    *HYBRID_ARCHITECTURES,
 )
 """What the torch engine runs, as `architectures` in config.json names it."""
 PROGRAMS = "meshrl.rollout.programs"

@@ -43,11 +43,15 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
 
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith(("bias", "norm.weight")):  # or they would be zeros and ones
                 parameter.add_(0.2 * torch.randn_like(parameter))
+            elif name.endswith("A_log"):  # a state that lasts
+                parameter.uniform_(-4, -1)
+            elif name.endswith("conv1d.weight"):  # or rounding is much of the little that is normed
+                parameter.normal_(0, 0.5)
     return model
 
 

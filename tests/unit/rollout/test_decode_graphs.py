@@ -77,9 +77,7 @@ class Story:
         architecture = read_architecture(model.path)
         self.device = device
         self.cache = KvCache(
-            num_layers=architecture.num_layers,
-            num_kv_heads=architecture.num_kv_heads,
-            head_dim=architecture.head_dim,
+            shape=(architecture.num_layers, architecture.num_kv_heads, architecture.head_dim),
             dtype=torch.float32,
             device=device,
             max_rows=SLOTS,

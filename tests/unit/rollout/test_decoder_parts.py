@@ -17,9 +17,7 @@ def cache_of(
     max_rows: int = 8, tokens: int = 8 * 256, heads: int = HEADS, *, steady: bool = False
 ) -> KvCache:
     return KvCache(
-        num_layers=1,
-        num_kv_heads=heads,
-        head_dim=SIZE,
+        shape=(1, heads, SIZE),
         dtype=torch.float32,
         device=torch.device("cpu"),
         max_rows=max_rows,

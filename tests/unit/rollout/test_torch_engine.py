@@ -26,6 +26,18 @@ from .checkpoints import (
 from .conftest import EngineMaker
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+SHARED = {"shared_expert_intermediate_size": 16}
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.15,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 tied": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
     "qwen3 with attention bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
@@ -38,6 +50,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         EXPERTS | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
     ),
+    "qwen3.5": ("Qwen3_5Text", HYBRID),
+    "qwen3.5 with attention bias": (
+        "Qwen3_5Text",
+        HYBRID | {"attention_bias": True, "linear_conv_kernel_dim": 2, "linear_num_key_heads": 4},
+    ),
+    "qwen3 next": ("Qwen3Next", EXPERTS | SHARED | HYBRID | {"mlp_only_layers": [1]}),
+    "qwen3.5 moe": ("Qwen3_5MoeText", EXPERTS | SHARED | HYBRID),
     "llama": ("Llama", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
     "llama with every bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama 3 rope": (

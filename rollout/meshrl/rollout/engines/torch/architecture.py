@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from meshrl.contract.errors import UserError
-from meshrl.rollout.config import STATIC_ROPES, TORCH_ARCHITECTURES
+from meshrl.rollout.config import HYBRID_ARCHITECTURES, STATIC_ROPES, TORCH_ARCHITECTURES
 from meshrl.rollout.end_tokens import eos_token_ids
+from meshrl.rollout.engines.torch.linear_attention import DeltaRuleShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class ExpertMixture:
     """Name of the MLP in a layer; its router is `gate`."""
     projections: tuple[str, str, str]
     """Names of an expert's gate, up and down projection."""
+    shared_size: int = 0
+    """Width of an expert that every token goes to; 0: there is none."""
 
     def router(self) -> str:
         """Name of the router's matrix [experts, hidden] in a layer."""
@@ -61,12 +64,20 @@ class DecoderArchitecture:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    gated: bool
+    """The output of attention is multiplied by the sigmoid of a gate; each head's query is stored in front of it."""
+    centred: bool
+    """Weights of norms are stored without the 1 that they are added to."""
+    delta_rule: DeltaRuleShape | None
+    """None where every layer has attention."""
     mixture: ExpertMixture | None
     """None where every layer's MLP is dense."""
     max_length: int
     """Longest sequence that the checkpoint allows (its sliding window, where it has one)."""
     inverse_frequencies: torch.Tensor
-    """float32[head_dim / 2]"""
+    """float32[head_dim / 2], 0 where nothing is rotated."""
+    rotated: int
+    """The first so many numbers of a head are rotated."""
     rope_factor: float
     """Scales cosine and sine (yarn)."""
     eos_token_ids: tuple[int, ...]
@@ -85,10 +96,13 @@ class DecoderArchitecture:
         """Hugging Face parameter name to shape, for every parameter of the model."""
         hidden = self.hidden_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer: dict[str, tuple[int, ...]] = {
+        norms: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (hidden,),
             "post_attention_layernorm.weight": (hidden,),
-            "self_attn.q_proj.weight": (queries, hidden),
+        }
+        queried = queries * (1 + self.gated)
+        layer: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj.weight": (queried, hidden),
             "self_attn.k_proj.weight": (keys, hidden),
             "self_attn.v_proj.weight": (keys, hidden),
             "self_attn.o_proj.weight": (hidden, queries),
@@ -96,7 +110,7 @@ class DecoderArchitecture:
         if self.qkv_bias:
             layer |= {
                 f"self_attn.{p}_proj.bias": (n,)
-                for p, n in zip("qkv", (queries, keys, keys), strict=True)
+                for p, n in zip("qkv", (queried, keys, keys), strict=True)
             }
         if self.out_bias:
             layer["self_attn.o_proj.bias"] = (hidden,)
@@ -107,11 +121,18 @@ class DecoderArchitecture:
             "model.norm.weight": (hidden,),
         }
         for index in range(self.num_layers):
-            named = layer | self._mlp_shapes(index)
+            rule = self.delta_rule_of(index)
+            mixes = layer if rule is None else rule.shapes(hidden)
+            named = norms | mixes | self._mlp_shapes(index)
             shapes |= {f"model.layers.{index}.{name}": shape for name, shape in named.items()}
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
+
+    def delta_rule_of(self, layer: int) -> DeltaRuleShape | None:
+        """That of a layer; None where it has attention."""
+        rule = self.delta_rule
+        return rule if rule is not None and layer in rule.layers else None
 
     def mixture_of(self, layer: int) -> ExpertMixture | None:
         """That of a layer; None where its MLP is dense."""
@@ -126,6 +147,11 @@ class DecoderArchitecture:
             shapes: dict[str, tuple[int, ...]] = {mixture.router(): (mixture.experts, hidden)}
             for index in range(mixture.experts):
                 shapes |= dict(zip(mixture.expert(index), wanted, strict=True))
+            if inner := mixture.shared_size:
+                wanted = ((inner, hidden), (inner, hidden), (hidden, inner))
+                named = (f"mlp.shared_expert.{name}.weight" for name in mixture.projections)
+                shapes |= dict(zip(named, wanted, strict=True))
+                shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
             return shapes
         ffn = self.intermediate_size
         sizes = (("gate", ffn, hidden), ("up", ffn, hidden), ("down", hidden, ffn))
@@ -160,7 +186,8 @@ def read_architecture(checkpoint: Path) -> DecoderArchitecture:
             f"{checkpoint}: activation {config.hidden_act!r} is not supported (silu is)"
         )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    frequencies, factor = _frequencies(config, head_dim, checkpoint)
+    frequencies, factor, rotated = _frequencies(config, head_dim, checkpoint)
+    rule = _delta_rule(names[0], config)
     bias = bool(getattr(config, "attention_bias", False))
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
@@ -181,9 +208,13 @@ def read_architecture(checkpoint: Path) -> DecoderArchitecture:
         out_bias=bias,
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
         qk_norm=names[0].startswith("Qwen3"),
+        gated=rule is not None,
+        centred=rule is not None,
+        delta_rule=rule,
         mixture=_mixture(names[0], config),
         max_length=min(longest, window) if windowed else longest,
         inverse_frequencies=frequencies,
+        rotated=rotated,
         rope_factor=factor,
         eos_token_ids=eos_token_ids(checkpoint),
     )
@@ -201,26 +232,45 @@ def _mixture(name: str, config: Any) -> ExpertMixture | None:
             module="block_sparse_moe",
             projections=("w1", "w3", "w2"),
         )
-    if name != "Qwen3MoeForCausalLM":
+    if name not in ("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"):
         return None
-    dense = set(config.mlp_only_layers or ())
+    dense = set(getattr(config, "mlp_only_layers", None) or ())
+    step = getattr(config, "decoder_sparse_step", 1)
     return ExpertMixture(
         layers=frozenset(
             layer
             for layer in range(config.num_hidden_layers)
-            if layer not in dense and (layer + 1) % config.decoder_sparse_step == 0
+            if layer not in dense and (layer + 1) % step == 0
         ),
         experts=config.num_experts,
         chosen=config.num_experts_per_tok,
         intermediate_size=config.moe_intermediate_size,
-        normalised=config.norm_topk_prob,
+        normalised=getattr(config, "norm_topk_prob", True),
         module="mlp",
         projections=("gate_proj", "up_proj", "down_proj"),
+        shared_size=getattr(config, "shared_expert_intermediate_size", 0),
     )
 
 
-def _frequencies(config: Any, head_dim: int, checkpoint: Path) -> tuple[torch.Tensor, float]:
-    """Rotary frequencies float32[head_dim / 2] and the factor on cosine and sine."""
+def _delta_rule(name: str, config: Any) -> DeltaRuleShape | None:
+    """What `config` says of layers without attention; None for an architecture that has none."""
+    if name not in HYBRID_ARCHITECTURES:
+        return None
+    return DeltaRuleShape(
+        layers=frozenset(
+            layer for layer, kind in enumerate(config.layer_types) if kind == "linear_attention"
+        ),
+        key_heads=config.linear_num_key_heads,
+        value_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        width=config.linear_conv_kernel_dim,
+        interleaved=name == "Qwen3NextForCausalLM",
+    )
+
+
+def _frequencies(config: Any, head_dim: int, checkpoint: Path) -> tuple[torch.Tensor, float, int]:
+    """Rotary frequencies float32[head_dim / 2], the factor on cosine and sine, how much of a head is rotated."""
     # transformers 5 keeps theta and scaling in `rope_parameters`, 4 in `rope_theta` and `rope_scaling`.
     rope = getattr(config, "rope_parameters", None) or {
         "rope_theta": getattr(config, "rope_theta", 10_000.0),
@@ -232,14 +282,17 @@ def _frequencies(config: Any, head_dim: int, checkpoint: Path) -> tuple[torch.Te
             f"{checkpoint}: rope type {kind!r} is not supported (known: {', '.join(STATIC_ROPES)})"
         )
     if kind == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
-        return 1.0 / (rope["rope_theta"] ** exponents), 1.0
+        rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float) / rotated
+        found = torch.zeros(head_dim // 2)
+        found[: rotated // 2] = 1.0 / (rope["rope_theta"] ** exponents)
+        return found, 1.0, rotated
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     if 2 * len(frequencies) != head_dim:
         raise UserError(f"{checkpoint}: partial rotary embeddings are not supported")
-    return frequencies, float(factor)
+    return frequencies, float(factor), head_dim
 
 
 def _json(path: Path) -> dict[str, Any] | None:

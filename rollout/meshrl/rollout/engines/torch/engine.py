@@ -57,6 +57,7 @@ from meshrl.rollout.engines.torch.decode_thread import (
 )
 from meshrl.rollout.engines.torch.forward import KvCache, TorchDecoder
 from meshrl.rollout.engines.torch.graphs import CudaGraphs, StaticSteps
+from meshrl.rollout.engines.torch.linear_attention import RowStates
 from meshrl.rollout.engines.torch.staging import (
     Built,
     StagedVersion,
@@ -358,15 +359,16 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
         if name == "auto":
             name = "bfloat16" if device.type == "cuda" else "float32"
         weights = sum(map(math.prod, architecture.shapes().values())) * DTYPES[name].itemsize
+        rule = architecture.delta_rule
+        attending = architecture.num_layers - (0 if rule is None else len(rule.layers))
         cache = self._cache = KvCache(
-            num_layers=architecture.num_layers,
-            num_kv_heads=architecture.num_kv_heads,
-            head_dim=architecture.head_dim,
+            shape=(attending, architecture.num_kv_heads, architecture.head_dim),
             dtype=DTYPES[name],
             device=device,
             max_rows=self._slots,
             max_bytes=config.kv_cache_bytes or _default_cache_bytes(device, weights),
             steady=device.type == "cuda",
+            states=None if rule is None else RowStates(rule, DTYPES[name], device),
         )
         self._max_length = _max_length(config, architecture, cache)
         given, known = config.eos_token_ids, architecture.eos_token_ids

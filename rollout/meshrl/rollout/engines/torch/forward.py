@@ -14,8 +14,14 @@ import torch.nn.functional as F
 
 from meshrl.contract.routed_experts import BYTE_EXPERTS
 from meshrl.rollout.engines.torch.architecture import DecoderArchitecture
+from meshrl.rollout.engines.torch.linear_attention import RowStates
 from meshrl.rollout.engines.torch.operations import attend, attend_up_to, row_ends
-from meshrl.rollout.engines.torch.weights import LayerWeights, Weights
+from meshrl.rollout.engines.torch.weights import (
+    AttentionLayer,
+    DeltaRuleLayer,
+    LayerWeights,
+    Weights,
+)
 
 LENGTH_STEP = 32
 """Lengths are multiples of this, so that shapes repeat."""
@@ -40,16 +46,22 @@ class KvCache:
     def __init__(
         self,
         *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        shape: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
         max_rows: int,
         max_bytes: int,
         steady: bool = False,
+        states: RowStates | None = None,
     ) -> None:
-        """`steady`: its shape changes as seldom as can be, for an attention that reads each row to its end only."""
+        """`steady`: its shape changes as seldom as can be, for an attention that reads each row to its end only.
+
+        `shape` is of keys and values: layers, heads, head_dim. What other layers keep of the rows are `states`.
+        """
+        num_layers, num_kv_heads, head_dim = shape
+        num_layers = max(1, num_layers)  # a length has to take some bytes
+        self.states = states
+        self._bytes_per_row = 0 if states is None else states.bytes_per_row
         self.rows = 0
         self.length = 0
         self.reshaped = 0
@@ -70,7 +82,8 @@ class KvCache:
     @property
     def longest_row(self) -> int:
         """Positions that a single row may have."""
-        return self._max_bytes // self._bytes_per_token // LENGTH_STEP * LENGTH_STEP
+        left = max(0, self._max_bytes - self._bytes_per_row)
+        return left // self._bytes_per_token // LENGTH_STEP * LENGTH_STEP
 
     @property
     def may_grow_by(self) -> int:
@@ -80,11 +93,12 @@ class KvCache:
 
     def rows_of(self, length: int) -> int:
         """How many rows of `length` positions respect the bounds."""
-        return min(self._max_rows, self._max_bytes // (rounded(length) * self._bytes_per_token))
+        row = rounded(length) * self._bytes_per_token + self._bytes_per_row
+        return min(self._max_rows, self._max_bytes // row)
 
     def fits(self, rows: int, length: int) -> bool:
         """True when `rows` rows of `length` positions respect the bounds."""
-        total = rows * rounded(length) * self._bytes_per_token
+        total = rows * (rounded(length) * self._bytes_per_token + self._bytes_per_row)
         return rows <= self._max_rows and total <= self._max_bytes
 
     def reserve(self, rows: int, length: int, *, kept: int) -> None:
@@ -119,6 +133,8 @@ class KvCache:
             empty.view(2, 0, self._num_kv_heads, 0, layer.shape[-1]) for layer in self.layers
         ]
         self._starts = self._starts[:0]
+        if self.states is not None:
+            self.states.resize(0, 0)
         self.rows = self.length = 0
         self.reshaped += 1
 
@@ -137,11 +153,15 @@ class KvCache:
         """Copy the first `length` positions of row `source` over row `target`."""
         for layer in self.layers:
             layer[:, target, :, :length] = layer[:, source, :, :length]
+        if self.states is not None:
+            self.states.move(source, target)
 
     def clear(self, row: int) -> None:
         """Zero a row that holds values which are not finite."""
         for layer in self.layers:
             layer[:, row].zero_()
+        if self.states is not None:
+            self.states.clear(row)
 
     def _grow(self, rows: int, length: int, kept: int) -> None:
         """Twice of what is wanted, as far as that fits; length first, which grows at each step."""
@@ -159,6 +179,8 @@ class KvCache:
             layer[:, :kept, :, :shared] = old[:, :kept, :, :shared]
             self.layers[index] = layer
             self._buffers[index], self._spare = buffer, self._buffers[index]
+        if self.states is not None and rows != self.rows:
+            self.states.resize(rows, kept)
         self.rows, self.length = rows, length
         self.reshaped += 1
         starts = torch.arange(2 * rows * self._num_kv_heads, device=self._starts.device) * length
@@ -198,6 +220,11 @@ class TorchDecoder:
         ahead[longest:] = -math.inf
         self._ahead = ahead
         """A window of it that ends in L - 1 - p of the infinities hides from position p what comes after."""
+        stateful = [
+            architecture.delta_rule_of(at) is not None for at in range(architecture.num_layers)
+        ]
+        self._numbers = [stateful[:at].count(stateful[at]) for at in range(len(stateful))]
+        """Of each layer among those of its kind, in the cache."""
 
     def prefill(
         self,
@@ -232,15 +259,26 @@ class TorchDecoder:
         repeated = len(source) > len(tokens)
         ends = torch.arange(len(lengths), device=self.device), lengths - 1
         for index, layer in enumerate(weights.layers):
-            heads = self._project(layer, hidden, cos, sin).transpose(1, 2)
-            queries, stored = heads.tensor_split((arch.num_heads,), 1)
-            keys, values = stored.chunk(2, 1)
-            cached_keys, cached_values = cache.layers[index]
-            cached_keys[rows, :, :width] = keys[source] if repeated else keys
-            cached_values[rows, :, :width] = values[source] if repeated else values
-            attended = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, enable_gqa=True
-            ).transpose(1, 2)
+            number = self._numbers[index]
+            if isinstance(layer, DeltaRuleLayer):
+                attended, *after = layer.rule.prefill(layer.input_norm(hidden), lengths)
+                assert cache.states is not None
+                for held, part in zip(cache.states.layers[number], after, strict=True):
+                    held[rows] = part[source]
+            else:
+                heads = self._project(layer, hidden, cos, sin).transpose(1, 2)
+                borders = (arch.num_heads, arch.num_heads + 2 * arch.num_kv_heads)
+                queries, stored, gate = heads.tensor_split(borders, 1)
+                keys, values = stored.chunk(2, 1)
+                cached_keys, cached_values = cache.layers[number]
+                cached_keys[rows, :, :width] = keys[source] if repeated else keys
+                cached_values[rows, :, :width] = values[source] if repeated else values
+                attended = F.scaled_dot_product_attention(
+                    queries, keys, values, is_causal=True, enable_gqa=True
+                )
+                if arch.gated:
+                    attended = attended * gate.sigmoid()
+                attended = attended.transpose(1, 2)
             # Of the last layer only the prompts' last tokens are wanted, but for their experts.
             if layer is weights.layers[-1] and taken is None:
                 attended, hidden = attended[ends], hidden[ends]
@@ -277,13 +315,23 @@ class TorchDecoder:
         attention = self._attention(positions, cache.length)
         hidden = weights.embedding[tokens]
         for index, layer in enumerate(weights.layers):
-            heads = self._project(layer, hidden, cos, sin)
-            queries, stored = heads.tensor_split((arch.num_heads,), 1)
-            cached = cache.layers[index]
-            cached.view(-1, arch.head_dim).index_copy_(0, places, stored.reshape(-1, arch.head_dim))
-            keys, values = cached[:, :count]
+            number = self._numbers[index]
+            if isinstance(layer, DeltaRuleLayer):
+                assert cache.states is not None
+                held = (part[:count] for part in cache.states.layers[number])
+                attended = layer.rule.decode(layer.input_norm(hidden), *held)
+            else:
+                heads = self._project(layer, hidden, cos, sin)
+                borders = (arch.num_heads, arch.num_heads + 2 * arch.num_kv_heads)
+                queries, stored, gate = heads.tensor_split(borders, 1)
+                cached = cache.layers[number]
+                flat = stored.reshape(-1, arch.head_dim)
+                cached.view(-1, arch.head_dim).index_copy_(0, places, flat)
+                attended = attention(queries, *cached[:, :count])
+                if arch.gated:
+                    attended = attended * gate.flatten(1).sigmoid()
             of_layer = None if taken is None else taken[:, index]
-            hidden = self._finish(layer, hidden, attention(queries, keys, values), of_layer)
+            hidden = self._finish(layer, hidden, attended, of_layer)
         return self._logits(weights, hidden)
 
     def no_experts(self, *tokens: int) -> torch.Tensor:
@@ -307,14 +355,14 @@ class TorchDecoder:
         return windows.index_select(0, len(self._ahead) // 2 - 1 - positions)[:, None]
 
     def _project(
-        self, layer: LayerWeights, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, layer: AttentionLayer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        """[..., C] to [..., H + 2K, D]: rotated queries, rotated keys, values."""
+        """[..., C] to [..., H + 2K, D]: rotated queries, rotated keys, values; then H of the gate, if it is gated."""
         arch = self.architecture
         normed = layer.input_norm(hidden)
         heads = F.linear(normed, layer.qkv, layer.qkv_bias)
         heads = heads.view(*hidden.shape[:-1], -1, arch.head_dim)
-        both = plain = heads[..., : -arch.num_kv_heads, :]
+        both = plain = heads[..., : arch.num_heads + arch.num_kv_heads, :]
         if layer.qk_norm is not None:
             plain = layer.qk_norm(both)
         torch.addcmul(plain * cos, plain.roll(arch.head_dim // 2, -1), sin, out=both)

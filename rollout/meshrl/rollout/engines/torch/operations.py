@@ -166,6 +166,10 @@ class SparseMlp:
     """k"""
     normalised: bool
     """The k shares of a token are made to sum to 1."""
+    shared: DenseMlp | None = None
+    """An expert that every token goes to, as far as the sigmoid of its gate says."""
+    shared_gate: torch.Tensor | None = None
+    """[1, C]"""
 
     def to(self, device: torch.device) -> SparseMlp:
         """The same on `device`."""
@@ -174,6 +178,8 @@ class SparseMlp:
             router=self.router.to(device),
             gate_up=self.gate_up.to(device),
             down=self.down.to(device),
+            shared=None if self.shared is None else self.shared.to(device),
+            shared_gate=None if self.shared_gate is None else self.shared_gate.to(device),
         )
 
     def add_to(
@@ -197,4 +203,7 @@ class SparseMlp:
         # Back to the tokens' order, and there summed: no sum depends on which other tokens there are.
         made = made[order.argsort()].view(*experts.shape, -1)
         hidden += (made * shares.to(made.dtype)[..., None]).sum(1)
+        if self.shared is not None and self.shared_gate is not None:
+            always = self.shared.add_to(torch.zeros_like(hidden), normed)
+            hidden += always * F.linear(normed, self.shared_gate).sigmoid()
         return hidden

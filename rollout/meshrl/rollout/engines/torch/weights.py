@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ import torch
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import TensorSpec, Uint8, WeightManifest
 from meshrl.rollout.engines.torch.architecture import DecoderArchitecture, ExpertMixture
+from meshrl.rollout.engines.torch.linear_attention import DeltaRule, DeltaRuleShape
 from meshrl.rollout.engines.torch.operations import DenseMlp, RmsNorm, SparseMlp
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -29,15 +30,10 @@ NAMES_SHOWN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One transformer layer. H query heads, K key heads, D head_dim, C hidden, F ffn."""
+    """What layers have alike. H query heads, K key heads, D head_dim, C hidden, F ffn."""
 
     input_norm: RmsNorm
     """[C]"""
-    qkv: torch.Tensor
-    """[(H + 2K) D, C]: queries, keys, values."""
-    qkv_bias: torch.Tensor | None
-    qk_norm: RmsNorm | None
-    """[H + K, D]: the query norm for H rows, then the key norm for K."""
     out: torch.Tensor
     """[H D, C]: transposed, for addmm."""
     out_bias: torch.Tensor | None
@@ -45,11 +41,29 @@ class LayerWeights:
     """[C]"""
     mlp: DenseMlp | SparseMlp
 
-    def to(self, device: torch.device) -> LayerWeights:
+    def to(self, device: torch.device) -> Self:
         """The same on `device`."""
         parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         moved = {name: part.to(device) for name, part in parts.items() if part is not None}
         return dataclasses.replace(self, **moved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayer(LayerWeights):
+    """A layer with attention."""
+
+    qkv: torch.Tensor
+    """[(H + 2K) D, C]: queries, keys, values; then, of a gated one, [H D, C] of the gate."""
+    qkv_bias: torch.Tensor | None
+    qk_norm: RmsNorm | None
+    """[H + K, D]: the query norm for H rows, then the key norm for K."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaRuleLayer(LayerWeights):
+    """A layer that keeps a state of each row instead of keys and values."""
+
+    rule: DeltaRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +72,7 @@ class Weights:
 
     embedding: torch.Tensor
     """[V, C]"""
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[AttentionLayer | DeltaRuleLayer, ...]
     final_norm: RmsNorm
     """[C]"""
     head: torch.Tensor
@@ -197,7 +211,7 @@ def build(
     return Weights(
         embedding=embedding,
         layers=tuple(_layer(index, own, architecture) for index in range(architecture.num_layers)),
-        final_norm=RmsNorm(own(FINAL_NORM), architecture.rms_norm_eps),
+        final_norm=_norm(own(FINAL_NORM), architecture),
         head=own(HEAD) if untied else embedding,
     )
 
@@ -209,7 +223,7 @@ def overwrite(live: Weights, read: Reader, architecture: DecoderArchitecture) ->
     live.embedding.copy_(read(EMBEDDING))
     if live.head is not live.embedding:
         live.head.copy_(read(HEAD))
-    live.final_norm.copy_(RmsNorm(own(FINAL_NORM), architecture.rms_norm_eps))
+    live.final_norm.copy_(_norm(own(FINAL_NORM), architecture))
     for index, layer in enumerate(live.layers):
         _copy(layer, _layer(index, own, architecture))
 
@@ -242,45 +256,86 @@ def _check_tied(read: Reader, names: Collection[str], architecture: DecoderArchi
         )
 
 
-def _layer(index: int, own: Reader, architecture: DecoderArchitecture) -> LayerWeights:
+def _norm(weight: torch.Tensor, architecture: DecoderArchitecture) -> RmsNorm:
+    return RmsNorm(weight + 1 if architecture.centred else weight, architecture.rms_norm_eps)
+
+
+def _layer(
+    index: int, own: Reader, architecture: DecoderArchitecture
+) -> AttentionLayer | DeltaRuleLayer:
     prefix = f"model.layers.{index}."
-
-    def joined(pattern: str, parts: Sequence[str]) -> torch.Tensor:
-        return torch.cat([own(prefix + pattern.format(part)) for part in parts])
-
-    def norm(weight: torch.Tensor) -> RmsNorm:
-        return RmsNorm(weight, architecture.rms_norm_eps)
-
-    qk_norm = None
-    if architecture.qk_norm:
-        counts = (("q", architecture.num_heads), ("k", architecture.num_kv_heads))
-        parts = [
-            own(f"{prefix}self_attn.{part}_norm.weight").expand(count, -1) for part, count in counts
-        ]
-        qk_norm = norm(torch.cat(parts))
-    return LayerWeights(
-        input_norm=norm(own(prefix + "input_layernorm.weight")),
-        qkv=joined("self_attn.{}_proj.weight", "qkv"),
-        qkv_bias=joined("self_attn.{}_proj.bias", "qkv") if architecture.qkv_bias else None,
-        qk_norm=qk_norm,
-        out=own(prefix + "self_attn.o_proj.weight").t(),
-        out_bias=own(prefix + "self_attn.o_proj.bias") if architecture.out_bias else None,
-        post_norm=norm(own(prefix + "post_attention_layernorm.weight")),
-        mlp=_mlp(prefix, own, architecture.mixture_of(index), bias=architecture.mlp_bias),
+    rule = architecture.delta_rule_of(index)
+    within = "self_attn.o_proj" if rule is None else "linear_attn.out_proj"
+    has_bias = architecture.out_bias and rule is None
+    alike: dict[str, Any] = {
+        "input_norm": _norm(own(prefix + "input_layernorm.weight"), architecture),
+        "out": own(f"{prefix}{within}.weight").t(),
+        "out_bias": own(f"{prefix}{within}.bias") if has_bias else None,
+        "post_norm": _norm(own(prefix + "post_attention_layernorm.weight"), architecture),
+        "mlp": _mlp(prefix, own, architecture.mixture_of(index), bias=architecture.mlp_bias),
+    }
+    if rule is not None:
+        return DeltaRuleLayer(**alike, rule=_rule(f"{prefix}linear_attn.", own, rule, architecture))
+    return AttentionLayer(
+        **alike,
+        qkv=_qkv("weight", prefix, own, architecture),
+        qkv_bias=_qkv("bias", prefix, own, architecture) if architecture.qkv_bias else None,
+        qk_norm=_qk_norm(prefix, own, architecture) if architecture.qk_norm else None,
     )
+
+
+def _rule(
+    prefix: str, own: Reader, rule: DeltaRuleShape, architecture: DecoderArchitecture
+) -> DeltaRule:
+    return DeltaRule(
+        shape=rule,
+        projection=rule.joined(own, prefix),
+        convolution=own(f"{prefix}conv1d.weight")[:, 0],
+        decay=-own(f"{prefix}A_log").float().exp(),
+        dt_bias=own(f"{prefix}dt_bias").float(),
+        norm=RmsNorm(own(f"{prefix}norm.weight"), architecture.rms_norm_eps),
+    )
+
+
+def _qkv(what: str, prefix: str, own: Reader, architecture: DecoderArchitecture) -> torch.Tensor:
+    """Weight or bias of queries, keys, values and gate."""
+    query, key, value = (own(f"{prefix}self_attn.{part}_proj.{what}") for part in "qkv")
+    gate = query[:0]
+    if architecture.gated:
+        halves = query.unflatten(0, (architecture.num_heads, 2, -1))
+        query, gate = (half.flatten(0, 1) for half in halves.unbind(1))
+    size = architecture.head_dim
+    query, key = (
+        _paired(part.unflatten(0, (-1, size)), 1, architecture).flatten(0, 1)
+        for part in (query, key)
+    )
+    return torch.cat([query, key, value, gate])
+
+
+def _paired(heads: torch.Tensor, dim: int, architecture: DecoderArchitecture) -> torch.Tensor:
+    """Numbers of heads in the order in which each is rotated with the one half a head behind it."""
+    size, rotated = architecture.head_dim, architecture.rotated
+    if rotated == size:
+        return heads
+    half = rotated // 2
+    middle = (size + rotated) // 2
+    order = [*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, size)]
+    return heads.index_select(dim, torch.tensor(order, device=heads.device))
+
+
+def _qk_norm(prefix: str, own: Reader, architecture: DecoderArchitecture) -> RmsNorm:
+    counts = (("q", architecture.num_heads), ("k", architecture.num_kv_heads))
+    weights = [
+        own(f"{prefix}self_attn.{part}_norm.weight").expand(count, -1) for part, count in counts
+    ]
+    return _norm(_paired(torch.cat(weights), 1, architecture), architecture)
 
 
 def _mlp(
     prefix: str, own: Reader, mixture: ExpertMixture | None, *, bias: bool
 ) -> DenseMlp | SparseMlp:
     if mixture is None:
-        gate, up, down = (f"{prefix}mlp.{name}_proj." for name in ("gate", "up", "down"))
-        return DenseMlp(
-            gate_up=torch.cat([own(gate + "weight"), own(up + "weight")]),
-            gate_up_bias=torch.cat([own(gate + "bias"), own(up + "bias")]) if bias else None,
-            down=own(down + "weight").t(),
-            down_bias=own(down + "bias") if bias else None,
-        )
+        return _dense(f"{prefix}mlp.", own, bias=bias)
     experts = [mixture.expert(index) for index in range(mixture.experts)]
     return SparseMlp(
         router=own(prefix + mixture.router()),
@@ -290,6 +345,20 @@ def _mlp(
         down=torch.stack([own(prefix + down) for _, _, down in experts]).mT,
         chosen=mixture.chosen,
         normalised=mixture.normalised,
+        shared=_dense(f"{prefix}mlp.shared_expert.", own, bias=False)
+        if mixture.shared_size
+        else None,
+        shared_gate=own(f"{prefix}mlp.shared_expert_gate.weight") if mixture.shared_size else None,
+    )
+
+
+def _dense(prefix: str, own: Reader, *, bias: bool) -> DenseMlp:
+    gate, up, down = (f"{prefix}{name}_proj." for name in ("gate", "up", "down"))
+    return DenseMlp(
+        gate_up=torch.cat([own(gate + "weight"), own(up + "weight")]),
+        gate_up_bias=torch.cat([own(gate + "bias"), own(up + "bias")]) if bias else None,
+        down=own(down + "weight").t(),
+        down_bias=own(down + "bias") if bias else None,
     )
 
 
