@@ -184,7 +184,10 @@ class SimulatedFleet:
         await spawn(self._loop, process, self._trainer(), "trainer")
         for name in names:
             self.join(name)
-            await self.until(lambda each=name: self.state(each) is not None)
+            await self.until(partial(self._knows, name))
+
+    def _knows(self, name: str) -> bool:
+        return self.state(name) is not None
 
     async def _trainer(self) -> None:
         async def on_committed(version: Version) -> None:
@@ -212,7 +215,7 @@ class SimulatedFleet:
             replica=name,
             engine=ServedEngine(self.engines[name], self.config),
             transport=self.carrier(),
-            connect=partial(connect, self.network, TRAINER),  # type: ignore[arg-type]
+            connect=partial(connect, self.network, TRAINER),
         )
         await controller.run()
 
@@ -256,7 +259,8 @@ class SimulatedFleet:
         version = source.manifest.version
         await self.until(lambda: version in self.published)
         for name in names:
-            await self.until(lambda each=name: self.engines[each].version == version)
+            engine = self.engines[name]
+            await self.until(lambda engine=engine: engine.version == version)  # type: ignore[misc]
             assert self.engines[name].hashes == source.manifest.bucket_hashes
 
     async def pass_time(self, seconds: float) -> None:

@@ -2,8 +2,8 @@
 
 What one section can tell stands beside it: `checks.py` of trainer and rewardd, `check_rollout`, `check_stages`, and
 `check` in the configurations of queue and weights. Each check yields the key to change and one sentence. None runs a
-user's file; torch is imported where transformers must make the tokenizer, and a verifiers environment is loaded by its
-own Python.
+user's file; torch is imported where transformers must make the tokenizer, and a verifiers environment is loaded by
+its own Python.
 """
 
 from __future__ import annotations

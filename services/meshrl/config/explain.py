@@ -151,7 +151,9 @@ def nearest(model: type[Config], loc: Loc) -> str | None:
     if len(dotted) > LONGEST_MEANT:
         return None
     if longest := max(map(shared, keys)):
-        return ".".join(max((path for path in keys if shared(path) == longest), key=likeness))
+        alike = [path for path in keys if shared(path) == longest]
+        best: tuple[str, ...] = max(alike, key=likeness)
+        return ".".join(best)
     owner = locate(model, loc)[1]
     siblings = difflib.get_close_matches(words[-1], list(owner.model_fields), n=1)
     if siblings:

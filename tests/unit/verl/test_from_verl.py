@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from meshrl.cli.commands.config import config
 from meshrl.config import Recipe, load_recipe
-from meshrl.contract.errors import ConfigError
+from meshrl.contract.errors import ConfigError, UserError
 from meshrl.verl import migrate
 from meshrl.verl.migrate import Migration
 from meshrl.verl.programs import command_of

@@ -30,7 +30,7 @@ from meshrl.trainer.learner.metrics import MetricSums
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model import attention
 from meshrl.trainer.model.attention import take_falcon
-from meshrl.trainer.model.packing import Pack, pack, pair_sizes
+from meshrl.trainer.model.packing import Pack, alone, pack
 from meshrl.trainer.model.packing_check import HfModel, first_line
 from meshrl.trainer.model.policy import (
     Policy,
@@ -116,7 +116,7 @@ class RewardLesson(PairLearner, Lesson):
         super().__init__(
             optimizers,
             world,
-            sizes=pair_sizes(pairs),
+            sizes=alone([sum(map(len, pair)) for pair in pairs]),
             train=train,
             max_tokens=config.max_tokens_per_pack,
         )

@@ -302,11 +302,11 @@ def _qkv(what: str, prefix: str, own: Reader, architecture: DecoderArchitecture)
     query, key, value = (own(f"{prefix}self_attn.{part}_proj.{what}") for part in "qkv")
     gate = query[:0]
     if architecture.gated:
-        halves = query.unflatten(0, (architecture.num_heads, 2, -1))
+        halves = query.unflatten(0, (architecture.num_heads, 2, -1))  # type: ignore[no-untyped-call]
         query, gate = (half.flatten(0, 1) for half in halves.unbind(1))
     size = architecture.head_dim
     query, key = (
-        _paired(part.unflatten(0, (-1, size)), 1, architecture).flatten(0, 1)
+        _paired(part.reshape(-1, size, *part.shape[1:]), 1, architecture).flatten(0, 1)
         for part in (query, key)
     )
     return torch.cat([query, key, value, gate])
