@@ -12,8 +12,8 @@ from anthropic import AsyncAnthropic
 from meshrl.http.gateway.anthropic import Turn
 from meshrl.http.gateway.thinking import Kind, ThoughtSplitter, joined
 from meshrl.rollout.tokenizer import load_tokenizer
+from tests.doubles.scripted import Scripted
 
-from ..unit.rollout.scripted import Scripted
 from .gateway_agents import leading
 from .gateway_mesh import agents_mesh, check_exact
 

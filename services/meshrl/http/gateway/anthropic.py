@@ -21,15 +21,13 @@ from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Json
 from meshrl.http.gateway.answers import ParameterError, anthropic_error, error_body, status_of
 from meshrl.http.gateway.models import Body, Positive, StopString, checked_text
-from meshrl.http.gateway.thinking import Kind, ThoughtSplitter, joined
+from meshrl.http.gateway.thinking import PROMPT_END, Kind, ThoughtSplitter, joined
 from meshrl.rollout.agents.answer_stream import AnswerStream
 from meshrl.rollout.agents.requests import SessionAnswer, SessionRequest
 from meshrl.rollout.tokenizer import Tokenizer
 
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 """Stop reason by finish reason."""
-PROMPT_END = 16
-"""Tokens at the end of the prompt that may open a thought."""
 
 
 class TextBlock(Body):

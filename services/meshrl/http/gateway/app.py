@@ -28,10 +28,11 @@ from meshrl.http.gateway.answers import (
     refused,
 )
 from meshrl.http.gateway.anthropic import CountBody, MessageFormat, MessagesBody
+from meshrl.http.gateway.responses import ResponseFormat, ResponsesBody, SaidBefore
 from meshrl.http.gateway.sessions import SessionTable, address
 from meshrl.rollout.agents.agent import task_json
 from meshrl.rollout.agents.answer_stream import AnswerStream
-from meshrl.rollout.agents.requests import SessionEndedError, SessionRequest
+from meshrl.rollout.agents.requests import SessionAnswer, SessionEndedError, SessionRequest
 from meshrl.rollout.agents.session import AgentSession
 from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.rpc.identity import CLAIM, Identity
@@ -151,11 +152,14 @@ def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRout
         return replace(asked, conversation=request.headers.get(CONVERSATION, "")[:MAX_NAME])
 
     async def answer(
-        request: Request, body: m.ChatBody | m.CompletionBody | MessagesBody, format: Format
+        request: Request,
+        body: m.ChatBody | m.CompletionBody | MessagesBody | ResponsesBody,
+        asked: SessionRequest,
+        format: Format,
     ) -> Response:
         session = find(request)
         sessions.tell_ignored(session, body.ignored)
-        asked = named(body.ask(), request)
+        asked = named(asked, request)
         await session.look_at(asked)
         return await _answered(session.ask(asked), format, request, stream=bool(body.stream))
 
@@ -172,20 +176,32 @@ def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRout
     async def chat_completions(body: m.ChatBody, request: Request, token: Token) -> Response:
         """Answer a conversation; the answer becomes part of the session's row."""
         format = openai(body, chat=True, logprobs=bool(body.logprobs))
-        return await answer(request, body, format)
+        return await answer(request, body, body.ask(), format)
 
     @router.post("/completions", tags=["openai"])
     async def completions(body: m.CompletionBody, request: Request, token: Token) -> Response:
         """Continue a prompt; the answer becomes part of the session's row."""
         # 0 means: log-probs of the sampled tokens only
         format = openai(body, chat=False, logprobs=body.logprobs is not None)
-        return await answer(request, body, format)
+        return await answer(request, body, body.ask(), format)
+
+    @router.post("/responses", tags=["openai"])
+    async def responses(body: ResponsesBody, request: Request, token: Token) -> Response:
+        """Answer a conversation, or continue that of another answer; it becomes part of the session's row."""
+        before = sessions.said.setdefault(find(request), SaidBefore())
+        known = before.up_to(body.previous_response_id)
+
+        def keep(response: str, answer: SessionAnswer) -> None:
+            before.keep(response, (*known, *body.messages()), answer)
+
+        format = ResponseFormat(body=body, tokenizer=tokenizer, keep=keep)
+        return await answer(request, body, body.ask(known), format)
 
     @router.post("/messages", tags=["anthropic"])
     async def messages(body: MessagesBody, request: Request) -> Response:
         """Answer a conversation in Anthropic's form; the answer becomes part of the session's row."""
         format = MessageFormat(model=body.model, tokenizer=tokenizer, thinking=body.thinks)
-        return await answer(request, body, format)
+        return await answer(request, body, body.ask(), format)
 
     @router.post("/messages/count_tokens", tags=["anthropic"])
     async def count_tokens(body: CountBody, request: Request) -> dict[str, int]:

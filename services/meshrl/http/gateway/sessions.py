@@ -9,7 +9,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+from weakref import WeakKeyDictionary
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -24,6 +25,9 @@ from meshrl.contract.errors import (
 from meshrl.contract.types import PostedReward
 from meshrl.rollout.agents.requests import SessionEndedError
 from meshrl.rollout.agents.session import Address, AgentSession
+
+if TYPE_CHECKING:
+    from meshrl.http.gateway.responses import SaidBefore
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +66,8 @@ class SessionTable:
         self._open: dict[str, AgentSession] = {}
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._claims: deque[Claim] = deque()
+        self.said: WeakKeyDictionary[AgentSession, SaidBefore] = WeakKeyDictionary()
+        """The conversations of open sessions by their answers, for clients that name an answer."""
         self._draining = False
         self._told: set[str] = set()
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from enum import StrEnum
 
 OPENING, CLOSING = "<think>", "</think>"
+PROMPT_END = 16
+"""Tokens at the end of a prompt that may open a thought."""
 
 
 class Kind(StrEnum):
