@@ -1,4 +1,4 @@
-"""Real vLLM and SGLang servers in tests: how they start quickly on a CPU."""
+"""vLLM and SGLang servers in tests, real ones and the SGLang of ours: how they start quickly on a CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,11 @@ SGLANG_ARGUMENTS = (
     "--disable-overlap-schedule",
     "--sleep-on-idle",  # else its scheduler keeps a core busy
 )
+OURS = "meshrl"
+"""The package of `meshrl.testing.sglang_server`, in this environment."""
+COMMAND = [sys.executable, "-m", "meshrl.testing.sglang_server"]
 ENVIRONMENT = {
+    OURS: {},
     "vllm": {},
     "sglang": {
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -37,6 +42,7 @@ ENVIRONMENT = {
     },
 }
 MODULES = {
+    OURS: ("uvicorn", "meshrl.testing.sglang_server.routes"),
     "vllm": (
         "vllm.entrypoints.openai.api_server",
         "vllm.v1.engine.core",
@@ -60,7 +66,7 @@ def venv(package: str) -> Path:
 
 
 def python(package: str) -> Path:
-    return venv(package) / "bin" / "python"
+    return Path(sys.executable) if package == OURS else venv(package) / "bin" / "python"
 
 
 def is_here(package: str) -> bool:

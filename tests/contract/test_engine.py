@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines import build_engine
 from meshrl.testing.contract.engine_suite import LONG, SLOTS, EngineSuite
 
-from .. import sglang_checkpoint
+from .. import servers, sglang_checkpoint
 from ..unit.rollout.checkpoints import make_model, pack
 
 
@@ -62,8 +61,9 @@ class TestSglang(EngineSuite):
     async def engine(self, tmp_path: Path) -> AsyncIterator[Engine]:
         model = sglang_checkpoint.make_checkpoint(tmp_path / "model", max_length=2 * LONG)
         options = {
-            "command": [sys.executable, "-m", "meshrl.testing.sglang_server"],
-            "extra_args": ["--step-s", "0.002"],  # else a response ends before an update can begin
+            "command": servers.COMMAND,
+            "env": servers.environment(servers.OURS),
+            "extra_args": ["--step-s", "0.001"],  # else a response ends before an update can begin
             "eos_token_ids": [],
             "stream_interval": 4,
             "log": str(tmp_path / "log"),

@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import json
 import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from meshrl.testing.contract.engine_suite import SLOTS, ask
 from meshrl.testing.sglang_server.routes import NOT_FLUSHED
 from meshrl.testing.sglang_server.scheduler import PARTIAL
 
+from .. import servers
 from ..sglang_checkpoint import (
     EOS,
     cache_marks,
@@ -41,7 +41,6 @@ from ..sglang_checkpoint import (
 from ..sglang_conversation import differences, hold
 from ..waiting import until
 
-FAKE = [sys.executable, "-m", "meshrl.testing.sglang_server"]
 BOOKED = "--disable-overlap-schedule"
 LONG = 2000
 LABELLED_TOKENS = int(os.environ.get("MESHRL_LABELLED_TOKENS", "104000"))
@@ -68,8 +67,11 @@ async def make(checkpoint: Path, tmp_path: Path) -> AsyncIterator[Maker]:
     async def build_one(
         *arguments: str, slots: int = SLOTS, url: str | None = None, **options: Any
     ) -> ServerEngine:
-        options |= {"url": url} if url else {"command": FAKE, "extra_args": list(arguments)}
-        options = {"eos_token_ids": [], "log": str(tmp_path / "log"), **options}
+        options |= (
+            {"url": url} if url else {"command": servers.COMMAND, "extra_args": list(arguments)}
+        )
+        started = {} if url else {"env": servers.environment(servers.OURS)}
+        options = {"eos_token_ids": [], "log": str(tmp_path / "log"), **started, **options}
         engine = build(options, model=checkpoint, slots=slots, tokenizer=Words())
         engines.append(engine)
         await engine.start()
