@@ -174,7 +174,12 @@ test-engines: venv
 parity: venv
 	$(BIN)/python -m tests.doubles.parity $(GOLDEN)
 
-check: venv
+check: lint
+	$(MAKE) --no-print-directory proto-drift
+
+# What only reads: it may run beside the tests.
+.PHONY: lint
+lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -183,7 +188,6 @@ check: venv
 	$(BIN)/python .ci/plain_english.py
 	$(BIN)/python benchmarks/hops.py --check
 	$(BIN)/python benchmarks/hops.py --take --check
-	$(MAKE) --no-print-directory proto-drift
 
 # Regenerate the committed gRPC code. The generator is pinned low so that its output runs on any newer protobuf.
 proto: venv
