@@ -24,7 +24,6 @@ from tests.doubles.scripted import task as one_task
 
 from ..unit.rollout import some_tools
 from ..unit.rollout.chats import chat_tokenizer
-from ..waiting import until
 from .test_rollout_worker import FIRST, RUN, commit, open_run, trajectories, until_dead
 
 HERE = "tests.unit.rollout.some_tools"
@@ -109,12 +108,6 @@ async def worker_of(
         async with asyncio.timeout(120):
             await running
         await programs.close()
-
-
-async def until_saved(worker: RolloutWorker, tokens: int) -> None:
-    """Wait until the queue has so many."""
-    assert worker.checkpointer is not None
-    await until(lambda: worker.checkpointer.stats.tokens >= tokens)
 
 
 async def row_of(queue: TransferQueue, policy: Any, **options: Any) -> Trajectory:

@@ -338,7 +338,6 @@ TEXTS = [
     *("\x1b[2J", "\x9b31m", "\x7f", "\u202ea", "\ufeffa", "é", "\U0001f600\n"),
 ]  # fmt: skip
 """What a key or a value may be called."""
-KWARGS = "custom_reward_function.reward_kwargs"
 
 
 @pytest.mark.parametrize("text", TEXTS)
