@@ -49,20 +49,16 @@ class HeldLeases:
         self.lost = lost
         self.began: Callable[[], None] = lambda: None
         """Called when there is something to renew again; the renewing code sets it."""
-        self._ttl_s = FIRST_TTL_S
+        self.period_s = FIRST_TTL_S / RENEWALS
+        """Between two renewals."""
         self._rows: dict[Uid, int] = {}
         self._lock = threading.Lock()
-
-    @property
-    def period_s(self) -> float:
-        """Between two renewals."""
-        return self._ttl_s / RENEWALS
 
     def add(self, rows: Iterable[LeasedRow], ttl_s: float) -> None:
         """Add leased rows."""
         with self._lock:
             began = not self._rows
-            self._ttl_s = ttl_s
+            self.period_s = ttl_s / RENEWALS
             self._rows.update((row.uid, row.token) for row in rows)
         if began:
             self.began()

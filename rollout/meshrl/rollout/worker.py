@@ -254,13 +254,13 @@ class RolloutWorker:
         if self.breaker is not None:
             return [await self._one(row, self.breaker) for row in rows]
         assert self._together is not None  # without a breaker the run is deterministic
-        batch = SyncBatch(self._together, len(rows))
+        batch, recorded = SyncBatch(self._together, len(rows)), self._routed_experts
 
         async def member(index: int, row: LeasedRow) -> StageResult:
             try:
                 with tracing.row_span(ROLLOUT_STAGE.name, row.uid, delivery=row.delivery):
                     generator = batch.generator(index)
-                    recorder = self._recorder(row, generator)
+                    recorder = ExpertRecorder(generator) if row.uid.run in recorded else None
                     return await self._rollout(row, recorder or generator, recorder)
             finally:
                 batch.leave(index)
@@ -284,7 +284,7 @@ class RolloutWorker:
 
     async def _one(self, row: LeasedRow, breaker: CircuitBreaker) -> StageResult:
         """One row, saved while it runs; a fault that the breaker attributes to the engine is no attempt."""
-        recorder = self._recorder(row, self._engine)
+        recorder = ExpertRecorder(self._engine) if row.uid.run in self._routed_experts else None
         # With each request the engine knows more about lengths, and its capacity may grow.
         watched = WatchedGenerator(recorder or self._engine, breaker, started=self._loop.wake)
         if self.checkpointer is None:
@@ -303,9 +303,6 @@ class RolloutWorker:
                 return Returned(uid=row.uid)
             return replace(result, lasting=False)
         return result
-
-    def _recorder(self, row: LeasedRow, engine: Generator) -> ExpertRecorder | None:
-        return ExpertRecorder(engine) if row.uid.run in self._routed_experts else None
 
     async def _rollout(
         self, row: LeasedRow, engine: Generator, recorder: ExpertRecorder | None = None

@@ -19,7 +19,7 @@ import typing
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final
 
 from google.protobuf.descriptor import FileDescriptor, MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
@@ -28,8 +28,6 @@ from google.protobuf.message_factory import GetMessageClass
 from meshrl.contract.codec.bulk import Bulk, parser
 from meshrl.contract.codec.control import Field, MessagePlan, codec_of, words
 from meshrl.rpc.credentials import MeshRole
-
-F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 STAGES: Final = (MeshRole.ROLLOUT, MeshRole.REWARD, MeshRole.REFERENCE, MeshRole.STAGE)
 """The roles that work on rows, each on those of its own stages only."""
@@ -194,17 +192,3 @@ def service(file: FileDescriptor, name: str) -> ServiceDescriptor:
 def bare_row(name: str, *roles: MeshRole, **more: Any) -> MethodRow:
     """A row without a port's method; `more` as in MethodRow. The operator may call every method."""
     return MethodRow(name=name, roles=frozenset((*roles, MeshRole.OPERATOR)), **more)
-
-
-def row(name: str, *roles: MeshRole, **more: Any) -> Callable[[F], F]:
-    """A row with the method of a port: in a client it is the remote call with the port's signature and docstring."""
-
-    def made(port: F) -> F:
-        @functools.wraps(port)
-        async def call(self: MethodTable, /, *args: Any, **kwargs: Any) -> Any:
-            return await self.call_remote(self.methods[name], *args, **kwargs)
-
-        call.row = bare_row(name, *roles, port=port, **more)  # type: ignore[attr-defined]
-        return typing.cast("F", call)
-
-    return made

@@ -10,11 +10,12 @@ import pytest
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Outcome, Uid, Version
+from meshrl.rpc.clients.base import row
 from meshrl.rpc.clients.operators import QueueAdminClient, RewardRegistryClient
 from meshrl.rpc.clients.queue import QueueClient, QueueTable
 from meshrl.rpc.clients.services import JudgeClient, RolloutClient, TrainerClient
 from meshrl.rpc.identity import TABLES
-from meshrl.rpc.methods import Method, MethodTable, bare_row, row, service
+from meshrl.rpc.methods import Method, MethodTable, bare_row, service
 from meshrl.rpc.servicers import (
     QueueAdminServicer,
     QueueServicer,

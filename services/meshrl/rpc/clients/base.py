@@ -13,10 +13,10 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial, wraps
 from types import TracebackType
-from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar, cast
 
 import grpc
 from typing_extensions import override
@@ -31,9 +31,9 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.rpc import tls
-from meshrl.rpc.credentials import Credential
+from meshrl.rpc.credentials import Credential, MeshRole
 from meshrl.rpc.errors import from_rpc
-from meshrl.rpc.methods import Method, MethodTable
+from meshrl.rpc.methods import Method, MethodTable, bare_row
 from meshrl.rpc.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SizedMessage
 
 log = logging.getLogger(__name__)
@@ -130,6 +130,7 @@ class DiskFullWait:
             self._policy.accepted()
 
 
+F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
 Request = TypeVar("Request", bound=SizedMessage)
 Answer = TypeVar("Answer", bound=SizedMessage)
 Result = TypeVar("Result")
@@ -436,3 +437,17 @@ async def _collect(
     finally:
         messages.cancel()
     return answers
+
+
+def row(name: str, *roles: MeshRole, **more: Any) -> Callable[[F], F]:
+    """A row with the method of a port: in a client it is the remote call with the port's signature and docstring."""
+
+    def made(port: F) -> F:
+        @wraps(port)
+        async def call(self: MethodTable, /, *args: Any, **kwargs: Any) -> Any:
+            return await self.call_remote(self.methods[name], *args, **kwargs)
+
+        call.row = bare_row(name, *roles, port=port, **more)  # type: ignore[attr-defined]
+        return cast("F", call)
+
+    return made

@@ -14,10 +14,10 @@ from meshrl.contract.errors import CorruptError, UnavailableError, UserError
 from meshrl.contract.types import Audit, Sample, Score, StoredRun
 from meshrl.rewardd.pool.signatures import FunctionKind
 from meshrl.rewardd.registry.types import WATCHED, Case, Differences, Event, Name, Submission
-from meshrl.rpc.clients.base import INTERACTIVE_RETRY_S, GrpcClient
+from meshrl.rpc.clients.base import INTERACTIVE_RETRY_S, GrpcClient, row
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.errors import from_rpc
-from meshrl.rpc.methods import MethodTable, bare_row, row, service
+from meshrl.rpc.methods import MethodTable, bare_row, service
 from meshrl.v1 import queue_admin_pb2 as admin_pb
 from meshrl.v1 import reward_registry_pb2 as registry_pb
 

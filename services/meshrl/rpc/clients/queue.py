@@ -45,10 +45,10 @@ from meshrl.contract.types import (
     Uid,
 )
 from meshrl.rpc import tls
-from meshrl.rpc.clients.base import SERVICE_RETRY_S, Connect, GrpcClient, Patience, connect
+from meshrl.rpc.clients.base import SERVICE_RETRY_S, Connect, GrpcClient, Patience, connect, row
 from meshrl.rpc.credentials import Credential, MeshRole
 from meshrl.rpc.errors import from_rpc
-from meshrl.rpc.methods import STAGES, MethodTable, bare_row, row, service
+from meshrl.rpc.methods import STAGES, MethodTable, bare_row, service
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.v1 import queue_pb2 as pb
 

@@ -17,10 +17,11 @@ from meshrl.rpc.clients.base import (
     SERVICE_RETRY_S,
     GrpcClient,
     RetryBudget,
+    row,
 )
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.errors import from_rpc
-from meshrl.rpc.methods import MethodTable, bare_row, row, service
+from meshrl.rpc.methods import MethodTable, bare_row, service
 from meshrl.v1 import reward_pb2, rollout_pb2, trainer_pb2, weight_patches_pb2, weights_pb2
 
 TRAINER, ROLLOUT, READER = MeshRole.TRAINER, MeshRole.ROLLOUT, MeshRole.READER

@@ -86,12 +86,20 @@ def check(run: ResidentRows, write: RowBlock, stage: Stage, group: Group | None)
                 wrong = f"{unknown[0]} is not" if unknown else f"{missing[0]} is missing"
                 raise _Refused(f"column {wrong} in what stage {stage.name} writes: {stage.writes}")
         if stage.first:
-            lengths = _lengths_by_facts(write, stage)
+            if len(write.facts) != len(write.indices):
+                raise _Refused(f"stage {stage.name} must give the row's facts")
+            for position, facts in enumerate(write.facts):
+                if not facts.outcome.trainable:
+                    outcome = f"outcome {facts.outcome} can never be trained on: use fail"
+                    raise _Refused(outcome, position)
+                if facts.newest < facts.oldest or facts.num_tokens < 0:
+                    raise _Refused(f"facts make no sense: {facts}", position)
+            lengths = tuple([facts.num_tokens for facts in write.facts])
         elif write.facts:
             raise _Refused(f"facts come with the first stage, not with {stage.name}")
         else:
             every = [group.facts[index] if group else None for index in write.indices]
-            lengths = tuple([facts.num_tokens if facts else 0 for facts in every])
+            lengths = tuple([of_row.num_tokens if of_row else 0 for of_row in every])
         for name, column in frame.columns.items():
             _check_column(name, column, lengths, run.spec.vocabulary)
     except _Refused as refused:
@@ -111,17 +119,6 @@ def _named(refused: _Refused, run: ResidentRows, rows: RowBlock) -> UserError:
     at = refused.position
     uid = Uid(run.name, rows.task, rows.indices[at], rows.attempts[at])
     return UserError(f"row {uid}: {refused}", uid=uid)
-
-
-def _lengths_by_facts(write: RowBlock, stage: Stage) -> tuple[int, ...]:
-    if len(write.facts) != len(write.indices):
-        raise _Refused(f"stage {stage.name} must give the row's facts")
-    for position, facts in enumerate(write.facts):
-        if not facts.outcome.trainable:
-            raise _Refused(f"outcome {facts.outcome} can never be trained on: use fail", position)
-        if facts.newest < facts.oldest or not 0 <= facts.prompt_tokens <= facts.num_tokens:
-            raise _Refused(f"facts make no sense: {facts}", position)
-    return tuple([facts.num_tokens for facts in write.facts])
 
 
 def _check_column(name: str, column: Column, num_tokens: tuple[int, ...], vocabulary: int) -> None:

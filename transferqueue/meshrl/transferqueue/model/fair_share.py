@@ -129,27 +129,25 @@ class FairShare:
             holder.look_at = math.inf
             self._changed[holder] = None
         for holder in self._changed:
-            if self._holders.get(holder.name) is holder:
-                self._count(holder, now, silence_s)
+            if self._holders.get(holder.name) is not holder:
+                continue
+            if holder.part is not None:
+                self._division.drop(holder.part)
+                holder.part = None
+            idle_s = now - holder.seen
+            if not holder.waiting and idle_s > silence_s:
+                del self._holders[holder.name]
+                continue
+            if holder.speed and (holder.rows or holder.waiting or idle_s <= BETWEEN_S):
+                pace = max(1, round(holder.speed * PACES))
+                holder.part = self._division.add(pace, holder.slots, holder.rows)
+            if not holder.waiting:
+                ends = (holder.seen + BETWEEN_S, holder.seen + silence_s)
+                look_at = min([end for end in ends if end >= now], default=now)
+                if look_at < holder.look_at:
+                    holder.look_at = look_at
+                    heapq.heappush(self._looks, (look_at, next(self._number), holder))
         self._changed.clear()
-
-    def _count(self, holder: Holder, now: float, silence_s: float) -> None:
-        if holder.part is not None:
-            self._division.drop(holder.part)
-            holder.part = None
-        idle_s = now - holder.seen
-        if not holder.waiting and idle_s > silence_s:
-            del self._holders[holder.name]
-            return
-        if holder.speed and (holder.rows or holder.waiting or idle_s <= BETWEEN_S):
-            pace = max(1, round(holder.speed * PACES))
-            holder.part = self._division.add(pace, holder.slots, holder.rows)
-        if not holder.waiting:
-            ends = (holder.seen + BETWEEN_S, holder.seen + silence_s)
-            look_at = min([end for end in ends if end >= now], default=now)
-            if look_at < holder.look_at:
-                holder.look_at = look_at
-                heapq.heappush(self._looks, (look_at, next(self._number), holder))
 
 
 class Division:
