@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshrl.contract.codec.compression import FrameCompressor
+from meshrl.contract.codec.bulk import FrameCompressor
 from meshrl.contract.frames import pack
 from meshrl.contract.types import Precision, rounded
 

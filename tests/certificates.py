@@ -6,7 +6,7 @@ from pathlib import Path
 
 import trustme
 
-from meshrl.common.certificates import Certificates
+from meshrl.common.sockets import Certificates
 
 
 def issue(

@@ -17,7 +17,7 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from meshrl.common.certificates import Certificates
+from meshrl.common.sockets import Certificates
 from meshrl.contract.types import EngineStats, Ledger, TrainerPhase, TrainerStatus, Version
 from meshrl.http.common import problem
 from meshrl.http.view.app import Admission, build_app, viewed_runs

@@ -20,8 +20,7 @@ from meshrl.config import load_recipe
 from meshrl.config.loading import save_recipe
 from meshrl.contract.errors import UnavailableError
 from meshrl.contract.types import Media, Uid
-from meshrl.trainer.trajectories.pictures import FOLDER as PICTURES
-from meshrl.trainer.trajectories.pictures import PictureFiles
+from meshrl.trainer.trajectories.files import PICTURES, PictureFiles
 from meshrl.trainer.trajectories.table import schema
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"

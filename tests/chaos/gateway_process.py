@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from meshrl.common.certificates import Certificates
+from meshrl.common.sockets import Certificates
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.http.gateway.answers import refusal
 from meshrl.http.gateway.app import build_app

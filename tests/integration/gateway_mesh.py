@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.common.certificates import Certificates
+from meshrl.common.sockets import Certificates
 from meshrl.contract import rows
 from meshrl.contract.types import (
     PARTS,

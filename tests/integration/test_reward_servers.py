@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
-from meshrl.common.certificates import Certificates
+from meshrl.common.sockets import Certificates
 from meshrl.contract import errors
 from meshrl.contract.types import Sample, Uid
 from meshrl.http.common import problem

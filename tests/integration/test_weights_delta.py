@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import trustme
 
-from meshrl.common.certificates import Certificates
+from meshrl.common.sockets import Certificates
 from meshrl.contract.errors import (
     CapacityError,
     ForbiddenError,

@@ -1,4 +1,4 @@
-"""Addresses: how they are written, which ones only this machine reaches, and a socket that listens at one."""
+"""Addresses: how they are written, who reaches them, a socket that listens at one; certificates of a process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,42 @@ import re
 import socket
 import struct
 from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from meshrl.contract.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificates:
+    """PEM files; the `tls:` section of a recipe says what each is for. With none, connections are not encrypted.
+
+    Raises:
+        ValueError: some do not make sense without others.
+    """
+
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+    client_ca: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("cert and key go together")
+        if self.client_ca is not None and self.cert is None:
+            raise ValueError("client_ca needs cert and key")
+
+    @property
+    def on(self) -> bool:
+        """True when connections are encrypted."""
+        return self.cert is not None or self.ca is not None
+
+    @property
+    def mutual(self) -> bool:
+        """True when a client without a certificate is refused."""
+        return self.client_ca is not None
+
 
 DIRECT = {"http://": None, "https://": None, "all://": None}
 """The `mounts` of an httpx client that uses none of the environment's proxies, but its certificates."""

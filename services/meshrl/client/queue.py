@@ -15,7 +15,7 @@ from meshrl.client.batches import Batches, take_over, this_process
 from meshrl.client.leases import HeldLease
 from meshrl.common.sockets import check_address
 from meshrl.contract import ports
-from meshrl.contract.codec.compression import Mode
+from meshrl.contract.codec.bulk import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import (
     DeadLetter,

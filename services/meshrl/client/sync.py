@@ -22,7 +22,7 @@ from meshrl.client.leases import HeldLease as AsyncHeldLease
 from meshrl.client.queue import DAY_S, RETRY_S
 from meshrl.client.queue import Queue as AsyncQueue
 from meshrl.client.queue import Run as AsyncRun
-from meshrl.contract.codec.compression import Mode
+from meshrl.contract.codec.bulk import Mode
 from meshrl.contract.types import (
     DeadLetter,
     LeasedRow,

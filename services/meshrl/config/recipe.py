@@ -10,8 +10,8 @@ from typing import Literal, TypeAlias
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
 
 from meshrl.common import plugins
-from meshrl.common.certificates import Certificates
 from meshrl.common.config import Config
+from meshrl.common.sockets import Certificates
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import SamplingParams
 from meshrl.rewardd.config import RewardConfig

@@ -30,8 +30,7 @@ from typing import Any, Final, TypeAlias, cast
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, make_asgi_app
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from meshrl.common.certificates import Certificates
-from meshrl.common.sockets import is_loopback, join_address
+from meshrl.common.sockets import Certificates, is_loopback, join_address
 from meshrl.contract.errors import ForbiddenError, InfraError, UnauthenticatedError, UserError
 from meshrl.rpc.errors import PortInUseError
 from meshrl.rpc.identity import METRICS, Identity, Presented

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from meshrl.common.sockets import check_address
 from meshrl.config.recipe import Recipe
 from meshrl.config.run_record import refuse_several_queues
-from meshrl.contract.codec.compression import Mode
+from meshrl.contract.codec.bulk import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Precision

@@ -35,12 +35,11 @@ from prometheus_client import CollectorRegistry
 from pydantic import Field, NonNegativeFloat
 
 from meshrl.common import process_guard, tracing
-from meshrl.common.certificates import Certificates
 from meshrl.common.config import Config
 from meshrl.common.files import lasting_fault
 from meshrl.common.plain_text import say_error
 from meshrl.common.process_guard import DRAIN_AT_EOF
-from meshrl.common.sockets import is_loopback, join_address
+from meshrl.common.sockets import Certificates, is_loopback, join_address
 from meshrl.contract.errors import (
     BrokenDiskError,
     CapacityError,

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from meshrl.contract import codec, types
-from meshrl.contract.codec.compression import TAKES_COMPRESSED
+from meshrl.contract.codec.bulk import TAKES_COMPRESSED
 from meshrl.contract.errors import MeshError, NotFoundError
 from meshrl.contract.ports import HeartbeatQueue, Judge
 from meshrl.contract.types import EngineStats, TrainerPhase, TrainerStatus

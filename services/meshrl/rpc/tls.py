@@ -18,9 +18,8 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import grpc
 
-from meshrl.common.certificates import Certificates
 from meshrl.common.files import check_private_file
-from meshrl.common.sockets import TRUSTED_VARIABLE, stays_here, trusts_network
+from meshrl.common.sockets import TRUSTED_VARIABLE, Certificates, stays_here, trusts_network
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.rpc import credentials
 from meshrl.rpc.credentials import RELOAD_S, Credential, Metadata, Reloaded

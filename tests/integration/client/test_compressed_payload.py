@@ -10,7 +10,7 @@ import pytest
 
 from meshrl.client import LeasedRow, Queue, RowWrite
 from meshrl.contract import codec
-from meshrl.contract.codec.compression import TAKES_COMPRESSED, Mode
+from meshrl.contract.codec.bulk import TAKES_COMPRESSED, Mode
 from meshrl.contract.types import blocks_of
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc

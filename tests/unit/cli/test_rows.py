@@ -14,9 +14,7 @@ from rich.console import Console
 from meshrl.cli import main
 from meshrl.cli.commands.rows import _spans_table
 from meshrl.contract.types import Media
-from meshrl.trainer.trajectories.files import FOLDER, PER_TOKEN, file_of
-from meshrl.trainer.trajectories.pictures import FOLDER as PICTURES
-from meshrl.trainer.trajectories.pictures import PictureFiles
+from meshrl.trainer.trajectories.files import FOLDER, PER_TOKEN, PICTURES, PictureFiles, file_of
 from meshrl.trainer.trajectories.table import schema
 
 Command = Callable[..., tuple[int, str, str]]

@@ -11,7 +11,7 @@ import pytest
 from meshrl.common import tracing
 from meshrl.contract.stage_worker import Intake, StageResult, StageWorker
 from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Uid, Version
-from meshrl.http.view.spans import SpanFiles
+from meshrl.http.view.metrics import SpanFiles
 from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore

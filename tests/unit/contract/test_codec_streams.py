@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.contract import codec
-from meshrl.contract.codec import compression
+from meshrl.contract.codec import bulk as compression
 from meshrl.contract.errors import UserError
 from meshrl.contract.frames import Frame
 from meshrl.contract.types import Lease, LeasedBlock, RowBlock, RowFacts, Task

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from meshrl.contract import codec
-from meshrl.contract.codec import compression
-from meshrl.contract.codec.compression import (
+from meshrl.contract.codec import bulk as compression
+from meshrl.contract.codec.bulk import (
     FrameCompressor,
     Narrowing,
     compressed,

@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
 
-from meshrl.common.certificates import Certificates
+from meshrl.common.sockets import Certificates
 from meshrl.contract.errors import ConfigError
 from meshrl.http.common import BodyLimit, problem
 from meshrl.rpc import pace

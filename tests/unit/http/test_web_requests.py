@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from meshrl.common.certificates import Certificates
+from meshrl.common.sockets import Certificates
 from meshrl.http.common import problem
 from meshrl.http.gateway.answers import refusal
 from meshrl.rpc.http_server import serving_http

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from starlette.responses import PlainTextResponse
 
-from meshrl.common.certificates import Certificates
+from meshrl.common.sockets import Certificates
 from meshrl.rpc import tls
 from meshrl.rpc.http_server import serving_http, serving_metrics
 from meshrl.rpc.runtime import GrpcServer, ServerSettings

@@ -17,15 +17,15 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.rows import row_media_column
 from meshrl.contract.types import Media, Task, Trajectory, Uid, Version
 from meshrl.http.view import rows as view
-from meshrl.trainer.trajectories.log import TrajectoryLog
-from meshrl.trainer.trajectories.pictures import (
-    FOLDER,
+from meshrl.trainer.trajectories.files import (
+    PICTURES,
     SHOWN,
     SIDE,
     PictureFiles,
     described,
     read_back,
 )
+from meshrl.trainer.trajectories.log import TrajectoryLog
 
 from ...pictures import picture
 
@@ -58,7 +58,7 @@ def test_a_row_of_an_evaluation_names_its_pictures_and_each_is_kept_once(tmp_pat
     evaluated(folder)
     (row,) = parquet.read_table(folder / "eval-0.parquet").to_pylist()
     assert row["pictures"] == [A.sha256, B.sha256, A.sha256]
-    assert {path.name for path in (folder / FOLDER).iterdir()} == {A.sha256, B.sha256}
+    assert {path.name for path in (folder / PICTURES).iterdir()} == {A.sha256, B.sha256}
     assert read_back(folder, row["pictures"]) == (A, B, A)
     with pytest.raises(UserError, match=r"this picture was not kept \(trainer.log_bytes\)"):
         read_back(folder, [NOT_KEPT])
@@ -72,12 +72,12 @@ def test_a_row_of_an_evaluation_names_its_pictures_and_each_is_kept_once(tmp_pat
 
 
 def test_a_thumbnail_has_pixels_alone_and_what_is_no_picture_is_said(tmp_path: Path) -> None:
-    (tmp_path / FOLDER).mkdir()
+    (tmp_path / PICTURES).mkdir()
     hostile = Media.of(A.data + b"<script>document.title='owned'</script>")
     swapped = Media.of(b"swapped")
-    (tmp_path / FOLDER / swapped.sha256).write_bytes(B.data)
+    (tmp_path / PICTURES / swapped.sha256).write_bytes(B.data)
     for each in (hostile, Media.of(SVG)):
-        (tmp_path / FOLDER / each.sha256).write_bytes(each.data)
+        (tmp_path / PICTURES / each.sha256).write_bytes(each.data)
     names = [hostile.sha256, Media.of(SVG).sha256, swapped.sha256, NOT_KEPT, "../../etc/passwd"]
     found = described(tmp_path, names, thumbnails=True)
     assert b"script" not in base64.b64decode(found[0]["thumbnail"].partition(",")[2])
@@ -94,7 +94,7 @@ def test_a_thumbnail_has_pixels_alone_and_what_is_no_picture_is_said(tmp_path: P
 
 
 def test_those_that_no_row_had_for_longest_go(tmp_path: Path) -> None:
-    folder, media = tmp_path / FOLDER, [picture(n) for n in range(4)]
+    folder, media = tmp_path / PICTURES, [picture(n) for n in range(4)]
     size = max(len(each.data) for each in media)
     files = PictureFiles(folder, 3 * size)
     files.keep(media[:3])

@@ -7,8 +7,8 @@ inside. Decoded arrays are read-only.
     types       the types that travel so, with what does not follow from their fields; pictures, packed tasks
     rows        rows of several groups side by side, batches among them
     streams     what the queue streams: admitted tasks, leases, writes, fetched rows
-    bulk        messages whose payload protobuf never touches; many small messages in a few larger ones
-    compression frames in fewer bytes between hosts, without loss
+    bulk        messages whose payload protobuf never touches; many small messages in a few larger ones; frames in
+                fewer bytes between hosts, without loss
 """
 
 from meshrl.contract.codec.bulk import (

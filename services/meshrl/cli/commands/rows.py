@@ -26,12 +26,11 @@ from meshrl.config.loading import load_run
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.types import Uid
-from meshrl.http.view.spans import SpanFiles
+from meshrl.http.view.metrics import SpanFiles
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
 from meshrl.launcher.text_console import text_console
 from meshrl.rpc.exit_codes import Exit
-from meshrl.trainer.trajectories.files import FOLDER
-from meshrl.trainer.trajectories.pictures import described
+from meshrl.trainer.trajectories.files import FOLDER, described
 
 PLACES = re.compile(r"(<\|[a-z_]+\|>)(?: ?\1){3,}")
 """A picture has a token for each of its patches."""

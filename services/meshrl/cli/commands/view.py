@@ -16,10 +16,9 @@ import click
 from meshrl.cli.commands.fleet import membership_json
 from meshrl.cli.find_mesh import Mesh, MeshAddress, mesh_of, read_membership
 from meshrl.cli.options import RUN, checked_run
-from meshrl.common.certificates import Certificates
 from meshrl.common.plain_text import say
 from meshrl.common.process_guard import die_with_supervisor
-from meshrl.common.sockets import is_loopback
+from meshrl.common.sockets import Certificates, is_loopback
 from meshrl.config.loading import load_run
 from meshrl.config.recipe import RECIPE_NAME
 from meshrl.contract.errors import NotFoundError

@@ -10,9 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from meshrl.common.certificates import Certificates
 from meshrl.common.files import replace_file
-from meshrl.common.sockets import is_loopback
+from meshrl.common.sockets import Certificates, is_loopback
 from meshrl.config.recipe import Recipe, uses_gateway
 from meshrl.contract.errors import UserError
 from meshrl.http.gateway.sessions import SessionTable

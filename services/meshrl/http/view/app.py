@@ -29,8 +29,7 @@ from meshrl.contract.errors import (
 )
 from meshrl.http.common import AsciiJSON, BodyLimit, install, problem
 from meshrl.http.view import settings
-from meshrl.http.view.metrics import MetricsFile
-from meshrl.http.view.spans import SpanFiles
+from meshrl.http.view.metrics import MetricsFile, SpanFiles
 from meshrl.rpc.credentials import sha256, verifiers_file
 from meshrl.rpc.identity import VIEW, Identity, Presented
 from meshrl.trainer.metrics.learning_signs import SIGNS, warnings_of

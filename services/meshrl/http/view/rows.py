@@ -16,8 +16,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from meshrl.contract.errors import NotFoundError, UserError
-from meshrl.trainer.trajectories.files import FOLDER, Split, file_of, logged_files, make_plain
-from meshrl.trainer.trajectories.pictures import described
+from meshrl.trainer.trajectories.files import (
+    FOLDER,
+    Split,
+    described,
+    file_of,
+    logged_files,
+    make_plain,
+)
 from meshrl.trainer.trajectories.where import COMPONENTS, NUMBERS, TEXTS, condition
 
 SUMMARY: Final = (

@@ -35,7 +35,7 @@ from meshrl.contract.codec import (
     encode_batch,
     encode_lease,
 )
-from meshrl.contract.codec.compression import TAKES_COMPRESSED, Mode, wanted
+from meshrl.contract.codec.bulk import TAKES_COMPRESSED, Mode, wanted
 from meshrl.contract.errors import MeshError, UnavailableError, WaitTimeoutError
 from meshrl.contract.held_rows import Held, HeldLeases
 from meshrl.contract.ports import Queue

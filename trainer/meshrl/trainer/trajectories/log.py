@@ -48,15 +48,16 @@ from meshrl.trainer.learner.learner import Learned
 from meshrl.trainer.loop.reward_guard import BatchQueue
 from meshrl.trainer.trajectories.files import (
     FLOATS,
+    PICTURES,
+    SHARE,
     LoggedFile,
+    PictureFiles,
     Split,
     beyond,
     draft_of,
     file_of,
     logged_files,
 )
-from meshrl.trainer.trajectories.pictures import FOLDER as PICTURES
-from meshrl.trainer.trajectories.pictures import SHARE, PictureFiles
 from meshrl.trainer.trajectories.table import (
     LoggedRow,
     LoggedStep,

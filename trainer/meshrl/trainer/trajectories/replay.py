@@ -33,9 +33,8 @@ from meshrl.contract.types import (
 )
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.learner.learner import Learned, Learner
-from meshrl.trainer.trajectories.files import file_of, read_rows
+from meshrl.trainer.trajectories.files import file_of, read_back, read_rows
 from meshrl.trainer.trajectories.log import per_token
-from meshrl.trainer.trajectories.pictures import read_back
 
 FIGURES = ("actor/loss", "actor/grad_norm")
 """Of a step, in metrics.jsonl."""
