@@ -139,9 +139,9 @@ class QueueServicer(TableServicer, table=QueueTable):
     async def Admit(
         self, request_iterator: AsyncIterator[queue_pb2.AdmitRequest], context: Context
     ) -> queue_pb2.AdmitResponse:
-        call = codec.decode_admit(await collected(request_iterator))
+        header, tasks = codec.decode_admit(await collected(request_iterator))
         admitted = await self._queue.admit(
-            call.run, call.tasks, cursor=call.cursor, wait_s=bounded(call.wait_s)
+            header.run, tasks, cursor=header.cursor, wait_s=bounded(header.wait_s)
         )
         return queue_pb2.AdmitResponse(admitted=admitted)
 
@@ -172,17 +172,17 @@ class QueueServicer(TableServicer, table=QueueTable):
     async def Write(
         self, request_iterator: AsyncIterator[codec.Bulk[queue_pb2.WriteRequest]], context: Context
     ) -> Ack:
-        call = codec.decode_write(await collected(request_iterator))
-        require_stage(call.stage)
-        await self._queue.write(call.run, call.stage, call.blocks)
+        header, blocks = codec.decode_write(await collected(request_iterator))
+        require_stage(header.stage)
+        await self._queue.write(header.run, header.stage, blocks)
         return Ack()
 
     async def Append(
         self, request_iterator: AsyncIterator[codec.Bulk[queue_pb2.WriteRequest]], context: Context
     ) -> Ack:
-        call = codec.decode_write(await collected(request_iterator))
-        require_stage(call.stage)
-        await self._queue.append(call.run, call.stage, call.blocks)
+        header, blocks = codec.decode_write(await collected(request_iterator))
+        require_stage(header.stage)
+        await self._queue.append(header.run, header.stage, blocks)
         return Ack()
 
     async def Fetch(

@@ -38,16 +38,17 @@ plain_frames = st.binary(max_size=300).filter(lambda data: data[:4] != compressi
 def test_admitted_tasks_come_back(
     several: tuple[Task, ...], run: str, cursor: str, wait_s: float
 ) -> None:
-    call = codec.AdmitCall(run=run, tasks=several, cursor=cursor, wait_s=wait_s)
-    assert same(call, codec.decode_admit(over_the_network(codec.encode_admit(call))))
+    sent = codec.encode_admit(run, several, cursor=cursor, wait_s=wait_s)
+    header, came = codec.decode_admit(over_the_network(sent))
+    assert same(several, came)
+    assert (header.run, header.cursor, header.wait_s) == (run, cursor, wait_s)
 
 
 def test_an_admitted_task_is_packed_as_it_came_and_one_made_from_it_is_not() -> None:
     sent = Task(run="r", task_id="t", prompt_ids=np.arange(3, dtype=np.int32))
-    call = codec.AdmitCall(run="r", tasks=(sent,), cursor="", wait_s=0.0)
-    messages = over_the_network(codec.encode_admit(call))
+    messages = over_the_network(codec.encode_admit("r", (sent,), cursor="", wait_s=0.0))
     messages[0].tasks[0].ground_truth_json = '{"a":1}'
-    (task,) = codec.decode_admit(messages).tasks
+    _, (task,) = codec.decode_admit(messages)
     packed = codec.pack_task(task)
     assert packed.data == messages[0].tasks[0].SerializeToString()
     assert packed.task.ground_truth == task.ground_truth == {"a": 1}
@@ -91,29 +92,25 @@ def test_leases_come_back(several: list[Any]) -> None:
 
 @given(st.lists(st.tuples(groups(), large, plain_frames, st.booleans()), max_size=3), facts)
 def test_writes_come_back(several: list[Any], fact: RowFacts) -> None:
-    call = codec.WriteCall(
-        run="r",
-        stage="rollout",
-        blocks=tuple(
-            RowBlock(
-                **fields,
-                token=token,
-                frames=(Frame(frame),),
-                facts=(fact,) * len(fields["indices"]) if sampled else (),
-            )
-            for fields, token, frame, sampled in several
-        ),
+    blocks = tuple(
+        RowBlock(
+            **fields,
+            token=token,
+            frames=(Frame(frame),),
+            facts=(fact,) * len(fields["indices"]) if sampled else (),
+        )
+        for fields, token, frame, sampled in several
     )
-    assert same(call, codec.decode_write(over_the_network(codec.encode_write(call))))
+    header, came = codec.decode_write(over_the_network(codec.encode_write("r", "rollout", blocks)))
+    assert same(blocks, came)
+    assert (header.run, header.stage) == ("r", "rollout")
 
 
 def test_a_written_frame_keeps_no_message_in_memory() -> None:
     groups = (written("a", 400_000), written("b", 1_000), written("c", 0))
-    messages = over_the_network(
-        codec.encode_write(codec.WriteCall(run="r", stage="reward", blocks=groups))
-    )
+    messages = over_the_network(codec.encode_write("r", "reward", groups))
     assert len(messages) == 1
-    arrived = codec.decode_write(messages).blocks
+    _, arrived = codec.decode_write(messages)
     assert [type(block.frame.value) for block in arrived] == [bytes] * 3
     assert same(groups, arrived)
 
@@ -142,10 +139,7 @@ def written(task: str, nbytes: int = 8) -> RowBlock:
 
 
 def test_a_stream_that_was_cut_short_is_refused() -> None:
-    call = codec.WriteCall(
-        run="r", stage="s", blocks=tuple(written(f"t{n}", 400_000) for n in range(5))
-    )
-    messages = codec.encode_write(call)
+    messages = codec.encode_write("r", "s", [written(f"t{n}", 400_000) for n in range(5)])
     assert len(messages) > 1
     with pytest.raises(UserError, match="malformed write: 5 groups were announced"):
         codec.decode_write(messages[:-1])
@@ -156,7 +150,7 @@ def test_a_stream_that_was_cut_short_is_refused() -> None:
 
 
 def test_a_stream_with_too_many_or_too_few_frames_is_refused() -> None:
-    [bulk] = codec.encode_write(codec.WriteCall(run="r", stage="s", blocks=(written("t"),)))
+    [bulk] = codec.encode_write("r", "s", [written("t")])
     with pytest.raises(UserError, match="1 groups with 1 tokens, 2 frames"):
         codec.decode_write([codec.Bulk(bulk.message, [b"", b""])])
     with pytest.raises(UserError, match="1 groups with 1 tokens, 0 frames"):
@@ -206,7 +200,7 @@ def test_bulk_takes_what_protobuf_takes_and_nothing_else(data: bytes) -> None:
 
 
 def test_lists_that_do_not_fit_each_other_are_refused() -> None:
-    [message] = codec.encode_write(codec.WriteCall(run="r", stage="s", blocks=(written("t"),)))
+    [message] = codec.encode_write("r", "s", [written("t")])
     message.message.rows.indices.append(1)
     with pytest.raises(UserError, match="1 rows with 2 indices"):
         codec.decode_write([message])

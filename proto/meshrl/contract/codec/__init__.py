@@ -28,8 +28,6 @@ from meshrl.contract.codec.control import (
     printable as printable,
 )
 from meshrl.contract.codec.streams import (
-    AdmitCall as AdmitCall,
-    WriteCall as WriteCall,
     decode_admit as decode_admit,
     decode_batch as decode_batch,
     decode_fetched as decode_fetched,

@@ -7,7 +7,6 @@ cut short is never mistaken for a short one. Payload travels in the frames in wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
@@ -230,41 +229,22 @@ def decode_batch(message: pb.Batch) -> Batch:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmitCall:
-    """The arguments of `Queue.admit`."""
-
-    run: str
-    tasks: tuple[Task, ...]
-    cursor: str
-    wait_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteCall:
-    """The arguments of `Queue.write`, and of `append`, whose blocks have starts."""
-
-    run: str
-    stage: str
-    blocks: tuple[RowBlock, ...]
-
-
 @encoder
-def encode_admit(call: AdmitCall) -> list[pb.AdmitRequest]:
+def encode_admit(
+    run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float
+) -> list[pb.AdmitRequest]:
     """Raises UserError for a task whose ground truth or extra info is not JSON."""
-    tasks = map(TASK.encode, call.tasks)
-    messages = [pb.AdmitRequest(tasks=page) for page in pages(trajectory_pb2.Task.ByteSize, tasks)]
-    header = pb.AdmitHeader(
-        run=call.run, cursor=call.cursor, wait_s=call.wait_s, num_tasks=len(call.tasks)
-    )
+    packed = map(TASK.encode, tasks)
+    messages = [pb.AdmitRequest(tasks=page) for page in pages(trajectory_pb2.Task.ByteSize, packed)]
+    header = pb.AdmitHeader(run=run, cursor=cursor, wait_s=wait_s, num_tasks=len(tasks))
     messages[0].header.CopyFrom(header)
     return messages
 
 
 @decoder
-def decode_admit(messages: Sequence[pb.AdmitRequest]) -> AdmitCall:
-    """Raises UserError."""
-    header = _header(messages)
+def decode_admit(messages: Sequence[pb.AdmitRequest]) -> tuple[pb.AdmitHeader, tuple[Task, ...]]:
+    """The header and the tasks. Raises UserError."""
+    header: pb.AdmitHeader = _header(messages)
     tasks = tuple(
         [
             TASK.decode(task).came_as(task.SerializeToString())
@@ -274,7 +254,7 @@ def decode_admit(messages: Sequence[pb.AdmitRequest]) -> AdmitCall:
     )
     if len(tasks) != header.num_tasks:
         malformed(f"{header.num_tasks} tasks were announced, {len(tasks)} came")
-    return AdmitCall(run=header.run, tasks=tasks, cursor=header.cursor, wait_s=header.wait_s)
+    return header, tasks
 
 
 @encoder
@@ -352,7 +332,7 @@ def decode_lease(messages: Sequence[Bulk[pb.LeaseResponse]]) -> Lease:
 
 
 @encoder
-def encode_write(call: WriteCall) -> list[Bulk[pb.WriteRequest]]:
+def encode_write(run: str, stage: str, blocks: Sequence[RowBlock]) -> list[Bulk[pb.WriteRequest]]:
     """Any blocks; their frames are packed already."""
     messages = [
         Bulk(
@@ -364,17 +344,22 @@ def encode_write(call: WriteCall) -> list[Bulk[pb.WriteRequest]]:
             ),
             [block.frame.value for block in page],
         )
-        for page in pages(lambda block: len(block.frame.value), call.blocks)
+        for page in pages(lambda block: len(block.frame.value), blocks)
     ]
-    header = pb.WriteHeader(run=call.run, stage=call.stage, num_groups=len(call.blocks))
+    header = pb.WriteHeader(run=run, stage=stage, num_groups=len(blocks))
     messages[0].message.header.CopyFrom(header)
     return messages
 
 
 @decoder
-def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
-    """Raises UserError. The queue checks the frames; they are copies, which keep no message in memory."""
-    header = _header([bulk.message for bulk in messages])
+def decode_write(
+    messages: Sequence[Bulk[pb.WriteRequest]],
+) -> tuple[pb.WriteHeader, tuple[RowBlock, ...]]:
+    """The header and the blocks, also of an append, whose blocks have starts. Raises UserError.
+
+    The queue checks the frames; they are copies, which keep no message in memory.
+    """
+    header: pb.WriteHeader = _header([bulk.message for bulk in messages])
     written: list[RowBlock] = []
     for bulk in messages:
         message, frames = bulk.message, bulk.frames
@@ -411,7 +396,7 @@ def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
         ]
     if len(written) != header.num_groups:
         malformed(f"{header.num_groups} groups were announced, {len(written)} came")
-    return WriteCall(run=header.run, stage=header.stage, blocks=tuple(written))
+    return header, tuple(written)
 
 
 def encode_fetched(

@@ -416,8 +416,7 @@ class QueueClient(GrpcClient, QueueTable):
 
     @override
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
-        call = codec.AdmitCall(run=run, tasks=tuple(tasks), cursor=cursor, wait_s=wait_s)
-        requests = codec.encode_admit(call)
+        requests = codec.encode_admit(run, tasks, cursor=cursor, wait_s=wait_s)
         attempt = partial(
             self._connection.call_with_stream,
             self.remote("Admit"),
@@ -435,8 +434,7 @@ class QueueClient(GrpcClient, QueueTable):
         await self._send("Append", run, stage, blocks)
 
     async def _send(self, name: str, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
-        call = codec.WriteCall(run=run, stage=stage, blocks=tuple(blocks))
-        messages = codec.encode_write(call)
+        messages = codec.encode_write(run, stage, blocks)
         if self._compresses:
             messages = [message.compressed() for message in messages]
         await self._connection.call_with_stream(self.remote(name), messages, lambda _: None)
