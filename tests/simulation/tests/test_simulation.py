@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -246,7 +247,7 @@ class _DamagesWhatIsTaken(TransferQueue):
     _fetches = 0
 
     async def fetch(
-        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str]
+        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str], **rest: Any
     ) -> Sequence[RowBlock]:
         self._fetches += bool(blocks) and "reward" in columns
         group = self._run(run).by_task.get(blocks[0].task) if blocks else None
@@ -258,7 +259,7 @@ class _DamagesWhatIsTaken(TransferQueue):
             damaged = bytes(len(value))
             await self._store.apply([Operation(Table.PAYLOAD, key, damaged)])
             self._payload.forget()
-        return await super().fetch(run, blocks, columns)
+        return await super().fetch(run, blocks, columns, **rest)
 
 
 class _MixesUpMasks(TransferQueue):
@@ -267,9 +268,9 @@ class _MixesUpMasks(TransferQueue):
     _fetches = 0
 
     async def fetch(
-        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str]
+        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str], **rest: Any
     ) -> Sequence[RowBlock]:
-        found = list(await super().fetch(run, blocks, columns))
+        found = list(await super().fetch(run, blocks, columns, **rest))
         if "loss_mask" not in columns or not blocks:
             return found
         self._fetches += 1
