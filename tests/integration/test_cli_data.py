@@ -34,7 +34,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     held_out = [row("q=9"), row(" q=5\n")]
     Path("val.jsonl").write_text("".join(json.dumps(one) + "\n" for one in held_out))
     data = "train_files: [train.jsonl, more.parquet], val_files: [val.jsonl], max_prompt_length: 32"
-    Path("my.yaml").write_text(f"model: {{path: model}}\ndata: {{{data}}}\n")
+    reward = "reward: {functions: [{name: exact_match}]}\n"
+    Path("my.yaml").write_text(f"model: {{path: model}}\ndata: {{{data}}}\n{reward}")
     return Path("my.yaml")
 
 
@@ -76,7 +77,10 @@ def test_check_names_every_bad_row_and_goes_on_behind_it(ask: Ask) -> None:
         *(f"train.jsonl:{number}" for number in (1, 2, 3, 4, 5, 10)), "val.jsonl:1"
     ]  # fmt: skip
     assert "47 tokens > data.max_prompt_length 32" in errors[5]
-    assert code == 2 and errors[-1] == "error: held out: no prompts in val.jsonl: want rows"
+    assert (
+        code == 2
+        and errors[-1] == "error: held out: no prompts in val.jsonl: want rows with a prompt"
+    )
     Path("val.jsonl").write_text(json.dumps(row("q=9")) + "\n")
     code, out, err = ask("check", "--limit", "2", "--json")
     assert code == 2 and json.loads(out)["train"]["bad"] == 5
@@ -122,3 +126,11 @@ def test_show_prints_the_prompt_as_the_model_reads_it(ask: Ask) -> None:
         json.loads(ask("show", "--held-out", "--limit", "1", "--json")[1])["where"] == "val.jsonl:1"
     )
     assert ask("show", "--at", "train.jsonl:2")[::2] == (2, "error: no row train.jsonl:2\n")
+
+
+def test_rows_that_the_reward_cannot_score_are_named(ask: Ask) -> None:
+    code, _, err = ask("check", "reward.functions=[{name: verl}]", "--limit", "1")
+    assert code == 2
+    assert err.splitlines()[0].startswith(
+        "error: train.jsonl:1: no scorer for data_source 'sums' (known: "
+    )

@@ -133,7 +133,7 @@ class Machine(Protocol):
         ...
 
     def tried(self, command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:
-        """What a program says last that refuses to do its work; empty where it does it, or is elsewhere."""
+        """The last line of a program that refuses its work; empty where it does it, or is elsewhere."""
         ...
 
     def json(self, path: Path) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 What one section can tell stands beside it: `checks.py` of trainer and rewardd, `check_rollout`, `check_stages`, and
 `check` in the configurations of queue and weights. Each check yields the key to change and one sentence. None runs a
-user's file; torch is imported where transformers must make the tokenizer, and a verifiers environment is loaded by
+user's file; transformers makes a tokenizer, with torch, where it must, and a verifiers environment is loaded by
 its own Python.
 """
 
@@ -14,13 +14,13 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, TypeGuard
 
 from meshrl.common import plugins
 from meshrl.common.checks import Loc, Problem, dotted
 from meshrl.config.device_defaults import hints
 from meshrl.config.machine import ThisMachine
+from meshrl.config.picture_checks import check_pictures
 from meshrl.config.placement import place
 from meshrl.config.recipe import Recipe, algorithm_needs, posts_rewards, trains_each_branch
 from meshrl.config.stages import check_stages, vocabulary
@@ -45,6 +45,7 @@ from meshrl.trainer.checks import (
     check_trainable,
 )
 from meshrl.trainer.data.files import READERS
+from meshrl.trainer.data.prompts import PromptTokenizer
 from meshrl.transferqueue.config import STORES
 
 LOGGERS = "meshrl.trainer.loggers"
@@ -62,12 +63,8 @@ NAMES: Mapping[str, str] = {
     "data.curriculum": "meshrl.trainer.data.curricula",
 }
 """Key to the package whose modules may be named there; another module by its dotted path."""
-PICTURE_ENGINES = ("vllm", "sglang")
-PICTURE_PROGRAMS = ("single_turn", "tools", "user", "openai")
-"""Built-in programs that hand a task's pictures to the engine."""
 MANY_RENEWALS, CALM_RENEWALS = 300, 100
 """Calls a second of a queue process above which there is a warning, and what it asks for (docs/how-to/scale.md)."""
-PICTURE_PACKAGES = {"PIL": "pillow", "msgpack": "msgpack"}
 
 
 def cross_checks(
@@ -92,13 +89,16 @@ def _every(
         except UserError as error:
             key = "tokenizer_path" if recipe.model.tokenizer_path else "path"
             of_model = [(("model", key), f"model.{key}: {error}")]
+    known = vocabulary(recipe, machine)
+    if tokenizer is not None and 0 < known < tokenizer.vocab_size:
+        of_model.append((("model", "path"), f"model.path: {_too_many(recipe, tokenizer, known)}"))
     data_use = DataUse(
         tokenizer=tokenizer,
-        vocabulary=vocabulary(recipe, machine),
+        vocabulary=known,
         # Where nothing is known of the model, a column of pictures is no fault.
         pictures=pictures or not config,
         own_answers=algorithm_needs(recipe).data_answers,
-        unscored=_scored_elsewhere if posts_rewards(recipe) else partial(unscored, recipe.reward),
+        unscored=partial(unscored_rows, recipe),
         test_freq=recipe.trainer.test_freq,
     )
     right = True
@@ -116,7 +116,7 @@ def _every(
         _sizes(recipe, machine),
         _models(recipe, machine),
         _routing_replay(recipe, machine),
-        _pictures(recipe, machine) if pictures else (),
+        check_pictures(recipe, machine) if pictures else (),
         _served_adapters(recipe),
         _lent_memory(recipe),
         _evaluated(recipe),
@@ -135,9 +135,16 @@ def _every(
         yield from ((("placement",), problem) for problem in problems)
 
 
-def _scored_elsewhere(data_source: str) -> str:
-    """No reason why a row is not scored, where the program may post its reward."""
-    return ""
+def _too_many(recipe: Recipe, tokenizer: PromptTokenizer, known: int) -> str:
+    return (
+        f"the tokenizer in {recipe.tokenizer_dir} has {len(tokenizer)} tokens, and the model knows {known}"
+        " (vocab_size of config.json): rows with the others cannot be trained; want the model's own tokenizer"
+    )
+
+
+def unscored_rows(recipe: Recipe, data_source: str) -> str:
+    """The reason why rows of a data_source have no score; empty where they have, or the program may post one."""
+    return "" if posts_rewards(recipe) else unscored(recipe.reward, data_source)
 
 
 def warnings(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
@@ -150,6 +157,9 @@ def warnings(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     if why:
         key = "n" if rollout.n == 1 else "temperature"
         yield ("rollout", key), f"rollout.{key}: {why}"
+    tokenizer, known = machine.tokenizer(recipe.tokenizer_dir), vocabulary(recipe, machine)
+    if tokenizer is not None and 0 < known < len(tokenizer):
+        yield ("model", "path"), f"model.path: {_too_many(recipe, tokenizer, known)}"
     trained = {"actor": recipe.actor.optim}
     if algorithm_needs(recipe).critic:
         trained["critic"] = recipe.critic.optim
@@ -339,76 +349,6 @@ def _routing_replay(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
         )
 
 
-def _pictures(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
-    """Parts that read text only, of a recipe whose model reads pictures, and packages that it lacks."""
-    if recipe.rollout.name not in PICTURE_ENGINES:
-        yield (
-            ("rollout", "name"),
-            f"rollout.name: {recipe.rollout.name} reads text only, and {recipe.model.path} reads pictures; want"
-            f" {' or '.join(PICTURE_ENGINES)}",
-        )
-    program = recipe.rollout.program
-    if program not in PICTURE_PROGRAMS and "." not in program:
-        yield (
-            ("rollout", "program"),
-            f"rollout.program: {program} loses the pictures of a prompt; want {', '.join(PICTURE_PROGRAMS)}",
-        )
-    if recipe.rollout.program_options.get("branch") == "each":
-        yield (
-            ("rollout", "program_options"),
-            "rollout.program_options.branch: each trains text only; want last, longest or only",
-        )
-    yield from _read_alike(recipe, machine)
-    for dimension in ("tensor", "expert"):
-        if getattr(recipe.parallel, dimension) > 1:
-            key = f"trainer.parallel.{dimension}"
-            yield (
-                ("trainer", "parallel", dimension),
-                f"{key}: a model that reads pictures is not shared out so; want 1",
-            )
-    for package, distribution in PICTURE_PACKAGES.items():
-        if not machine.installed(package):
-            yield ("model",), f"model: pictures need {distribution}: pip install 'meshrl[vision]'"
-
-
-def _read_alike(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
-    """Whether the models beside the policy, where the recipe names some, make the same tokens of a picture."""
-    needs = algorithm_needs(recipe)
-    judged = needs.reference or needs.implicit_reward
-    if judged and recipe.reference.nproc > 1:
-        yield (
-            ("reference", "nproc"),
-            f"reference.nproc: {recipe.model.path} reads pictures, which a reference's ranks are not sent; want 1",
-        )
-    reference = recipe.reference.path if judged else None
-    for at, path in (
-        (("reference", "path"), reference),
-        (("critic", "path"), recipe.critic.path if needs.critic else None),
-    ):
-        if path is None:
-            continue
-        theirs, ours = (_tokens_of_pictures(each, machine) for each in (path, recipe.model.path))
-        for name in ours:
-            if theirs[name] != ours[name]:
-                yield (
-                    at,
-                    f"{'.'.join(at)}: {path} and model.path must make the same tokens of a picture, and {name} is"
-                    f" {theirs[name]} there, {ours[name]} here",
-                )
-                break
-
-
-def _tokens_of_pictures(path: Path, machine: ThisMachine) -> dict[str, Any]:
-    """The settings that decide how many tokens a picture is, and which."""
-    config = machine.json(path / "config.json")
-    preprocessor = machine.json(path / "preprocessor_config.json")
-    keys = ("patch_size", "merge_size", "size", "min_pixels", "max_pixels")
-    return {
-        "image_token_id": config.get("image_token_id"),
-        **{name: preprocessor.get(name) for name in keys},
-    }
-
-
 def _served_adapters(recipe: Recipe) -> Iterator[Problem]:
     """An engine that serves adapters gets adapters, and as large ones as it has room for."""
     most, rank = recipe.rollout.engine.get("max_lora_rank"), recipe.model.lora_rank
@@ -439,10 +379,16 @@ def _lent_memory(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _evaluated(recipe: Recipe) -> Iterator[Problem]:
-    """The isolation of a reward that evaluates what the policy wrote."""
+    """That tasks of reasoning-gym are scored, and in which isolation a reward evaluates what the policy wrote."""
     gym = recipe.data.reasoning_gym
     if gym is None:
         return
+    unscored_tasks = (why for task in gym.tasks if (why := unscored_rows(recipe, task)))
+    if why := next(unscored_tasks, ""):
+        yield (
+            ("data", "reasoning_gym"),
+            f"data.reasoning_gym: {why}; of its tasks reward.functions=[{{name: reasoning_gym}}] does",
+        )
     evaluated = sorted(
         gym.tasks.keys() & plugins.constant(REWARDS, "reasoning_gym", "EVALUATED", ())
     )

@@ -147,6 +147,15 @@ def _gpus_with(visible: str | None) -> tuple[Gpu, ...]:
     return gpus_of(environment, library)
 
 
+@functools.lru_cache(maxsize=1)
+def _tokenizer(directory: Path, cwd: Path, changed_ns: int) -> PromptTokenizer:
+    """The tokenizer in a directory, seen from `cwd`, for the checks and the warnings. Raises UserError."""
+    # Imported here: the packages that read tokenizers come with the trainer's.
+    from meshrl.trainer.data.prompt_tokenizer import load_prompt_tokenizer
+
+    return load_prompt_tokenizer(directory)
+
+
 class ThisMachine(Machine):
     """The machine of this process."""
 
@@ -187,7 +196,7 @@ class ThisMachine(Machine):
         return shutil.which(name) is not None
 
     def tried(self, command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:
-        """What a program says last that refuses to do its work; empty where it does it."""
+        """The last line of a program that refuses its work; empty where it does it."""
         say(f"this runs {command[0]}, which loads what the recipe names", err=True)
         try:
             done = subprocess.run(
@@ -261,10 +270,8 @@ class ThisMachine(Machine):
         """
         if not ThisMachine.installed(self, "transformers") or not self.names(directory):
             return None
-        # Imported here: the packages that read tokenizers come with the trainer's.
-        from meshrl.trainer.data.prompt_tokenizer import load_prompt_tokenizer
-
-        return load_prompt_tokenizer(directory)
+        newest = max(entry.stat().st_mtime_ns for entry in directory.iterdir())
+        return _tokenizer(directory, Path.cwd(), newest)
 
     def check_gym(self, gym: ReasoningGymConfig) -> None:
         """Try the names and options of its tasks, where the package is installed. Raises ConfigError."""
@@ -359,13 +366,15 @@ class AssumedMachine(ThisMachine):
         """As assumed, else those of this machine."""
         assumed = self._assumed
         if assumed.gpus is None:
-            return super().devices
+            return () if self.elsewhere else super().devices
         memory = int((assumed.gpu_memory_gib or 0) * GIB)
         return tuple(Gpu(id=str(index), memory=memory) for index in range(assumed.gpus))
 
     @property
     @override
     def no_gpu(self) -> str:
+        if self.elsewhere:
+            return f"{NO_GPU}: say how many the nodes have (--gpus-per-node)"
         return super().no_gpu if self._assumed.gpus is None else NO_GPU
 
     @property

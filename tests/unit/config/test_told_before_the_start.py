@@ -168,7 +168,7 @@ ROWS: list[tuple[str, Any, str]] = [
         "t.jsonl:1: no 'answer'; it is null or NaN; say where",
     ),
     ("t.jsonl", b"\xff\xfe\n", "t.jsonl:1: not JSON: "),
-    ("t.jsonl", "\n\n", "no prompts in t.jsonl: want rows"),
+    ("t.jsonl", "\n\n", "no prompts in t.jsonl: want rows with a prompt"),
     (
         "t.csv",
         "question,answer\n1+1,2\n",
@@ -316,6 +316,20 @@ SAYS: list[tuple[str, Files, Make | None, Sequence[str], str]] = [
         [],
         "data.train_files.0: train.jsonl:1: data_source 'apps': code runs programs of the policy: set"
         " reward.recipe_sandbox: strict",
+    ),
+    (
+        "tasks without a scorer",
+        {"my.yaml": RECIPE.replace("reward:", "#")},
+        None,
+        ["data={reasoning_gym: {tasks: {gcd: {}}, chat: false}, max_prompt_length: 32, max_response_length: 32}"],
+        "data.reasoning_gym: no scorer for data_source 'gcd' (known: ",
+    ),
+    (
+        "a tokenizer of more words than the model has",
+        {},
+        lambda: model("small", config={**CONFIG, "vocab_size": 90}),
+        ["model.path=small"],
+        "model.path: the tokenizer in small has 96 tokens, and the model knows 90 (vocab_size of config.json): rows",
     ),
     (
         "a template that refuses",
@@ -593,6 +607,14 @@ def test_what_starts_and_is_hardly_meant_is_a_warning(
     load_recipe(Path("my.yaml"), overrides)
     warnings = [said for said in capsys.readouterr().err.splitlines() if line in said]
     assert len(warnings) == 1 and warnings[0].startswith("warning: ")
+
+
+def test_added_tokens_that_the_model_lacks_are_a_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model("large", added=["<a>", "<b>", "<c>"])
+    load_recipe(Path("my.yaml"), ["model.path=large"])
+    assert "large has 99 tokens, and the model knows 97 (vocab_size" in capsys.readouterr().err
 
 
 def test_a_file_that_begins_with_long_prompts_is_read_up_to_one_that_fits() -> None:

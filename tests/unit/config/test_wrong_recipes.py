@@ -69,15 +69,6 @@ MACHINE = {
         "empty.jsonl": [],
         "unanswered.jsonl": rows({"prompt": "1+1?"}),
         "nothing.jsonl": rows({"prompt": "1+1?", "answer": " "}),
-        "spoken.jsonl": rows(
-            {
-                "prompt": [
-                    {"role": "user", "content": "x"},
-                    {"role": "assistant", "content": "<think>"},
-                ],
-                "answer": "2",
-            }
-        ),
         "misspelt.jsonl": rows({"prompt": "1+1?", "answer": "2"}, {"prompt": "?", "anwser": "2"}),
         "image.jsonl": rows({"prompt": "<image>x", "images": ["x.png"], "answer": "2"}),
         "parts.jsonl": rows(
@@ -88,7 +79,6 @@ MACHINE = {
             {"prompt": [{"role": "user", "content": "x", "tool_calls": [1]}], "answer": "2"}
         ),
         "verl.jsonl": rows({"prompt": "x", "reward_model": {"style": "rule"}}),
-        "extra.jsonl": rows({"prompt": "x", "answer": "2", "extra_info": "easy"}),
         "half.jsonl": rows({"prompt": "\ud83d", "answer": "2"}),
         "blank.jsonl": rows({"prompt": "", "answer": "2"}),
     },
@@ -118,7 +108,10 @@ WRONG: list[tuple[str, str]] = [
         "data.train_files.0: train.jsonl:1: no 'question' (data.prompt_key); the row has prompt, answer: set"
         " data.prompt_key=prompt",
     ),
-    ("data.train_files=[empty.jsonl]", "data.train_files.0: no prompts in empty.jsonl: want rows"),
+    (
+        "data.train_files=[empty.jsonl]",
+        "data.train_files.0: no prompts in empty.jsonl: want rows with a prompt",
+    ),
     (
         "data.train_files=[unanswered.jsonl]",
         "data.train_files.0: unanswered.jsonl:1: no 'answer'; the row has prompt; say where the answer is"
@@ -128,12 +121,6 @@ WRONG: list[tuple[str, str]] = [
         "data.train_files=[nothing.jsonl]",
         "data.train_files.0: nothing.jsonl:1: no 'answer'; it is empty; say where the answer is (data.answer_key), or"
         " that tasks have none (data.answer_required: false)",
-    ),
-    (
-        "data.val_files=[spoken.jsonl]",
-        "data.val_files.0: spoken.jsonl:1: the prompt ends with a message of the assistant, and a chat template would"
-        " open another one: leave it out, or give the prompt as the text that the policy goes on with, its template"
-        " applied",
     ),
     (
         "data.train_files=[misspelt.jsonl]",
@@ -165,10 +152,6 @@ WRONG: list[tuple[str, str]] = [
     (
         "data.train_files=[verl.jsonl]",
         "data.train_files.0: verl.jsonl:1: reward_model is {'style': 'rule'}, want an object with ground_truth",
-    ),
-    (
-        "data.train_files=[extra.jsonl]",
-        "data.train_files.0: extra.jsonl:1: extra_info is str, want an object",
     ),
     (
         "data.train_files=[half.jsonl]",

@@ -51,7 +51,9 @@ def _from_transformers(path: Path) -> PromptTokenizer:
     from transformers import AutoTokenizer
 
     # Its annotations say more of `encode` than they keep: text gives a list of numbers.
-    tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        path, local_files_only=True, trust_remote_code=False
+    )
     typed: PromptTokenizer = tokenizer
     return typed
 
@@ -138,15 +140,11 @@ class FileTokenizer:
         self._tokenizer = tokenizer
         self._special = special
         self.chat_template: Any = template
+        self.vocab_size = int(tokenizer.get_vocab_size(False))
 
     def __len__(self) -> int:
         """All tokens."""
         return int(self._tokenizer.get_vocab_size(True))
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens without those that were added."""
-        return int(self._tokenizer.get_vocab_size(False))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids."""

@@ -37,6 +37,12 @@ class PromptTokenizer(Protocol):
     """The methods of a tokenizer that prompts need; those of transformers have them."""
 
     chat_template: Any
+    vocab_size: int
+    """Tokens without those that were added."""
+
+    def __len__(self) -> int:
+        """All tokens."""
+        ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids."""
@@ -135,7 +141,7 @@ def no_prompts(files: Sequence[Path], too_long: Collection[int], config: DataCon
     """The refusal of `files` of which no prompt is left; `too_long` are the lengths of those left out."""
     names = ", ".join(map(str, files)) or "data.reasoning_gym"
     if not too_long:
-        return UserError(f"no prompts in {names}: want rows")
+        return UserError(f"no prompts in {names}: want rows with a prompt")
     return UserError(
         f"no prompts in {names}: each has more tokens than data.max_prompt_length {config.max_prompt_length}; want"
         f" at least {min(too_long)} there"

@@ -7,6 +7,7 @@ A prompt repeats another where role and text of each message, but for white spac
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from array import array
 from bisect import bisect_right
@@ -113,6 +114,7 @@ def scan(
     report: Callable[[str], None],
     images: ImageProcessor | None = None,
     vocabulary: int = 0,
+    unscored: Callable[[str], str] = lambda source: "",
 ) -> SplitStatistics:
     """Read every row of `files`, then those that code has `made`.
 
@@ -124,6 +126,7 @@ def scan(
         tokenizer: The policy's.
         images: Reads the pictures of rows, where the model does.
         vocabulary: Tokens that the model knows; 0: not known.
+        unscored: Says why rows of a data_source have no score; empty where they have.
         report: Gets one line for each bad row; a row that is too long is one with `data.truncation: error`.
 
     Raises:
@@ -131,10 +134,20 @@ def scan(
     """
     split = SplitStatistics(name)
     weighted = bool(config.weights) and name == "train"
+    known = functools.lru_cache(unscored)
     for row in (*(_good_rows(path, config, split, report) for path in files), made):
         for one in row:
             try:
-                _count(one, split, config, tokenizer, images, weighted, vocabulary)
+                read = read_prompt_row(one, config, pictures=images is not None)
+                if why := known(read.data_source):
+                    raise UserError(f"{one.where}: {why}")
+                at = len(split.hashes)
+                _count(
+                    tokenised(at, read, config, tokenizer, images, vocabulary),
+                    split,
+                    config,
+                    weighted,
+                )
             except UserError as error:
                 split.bad += 1
                 report(str(error))
@@ -165,19 +178,9 @@ def _good_rows(
             report(str(error))
 
 
-def _count(
-    source: FileRow,
-    split: SplitStatistics,
-    config: DataConfig,
-    tokenizer: PromptTokenizer,
-    images: ImageProcessor | None,
-    weighted: bool,
-    vocabulary: int,
-) -> None:
+def _count(prompt: Prompt, split: SplitStatistics, config: DataConfig, weighted: bool) -> None:
     """Take a row in. Raises UserError: it is bad."""
-    where = source.where
-    read = read_prompt_row(source, config, pictures=images is not None)
-    prompt = tokenised(len(split.hashes), read, config, tokenizer, images, vocabulary)
+    where = prompt.where
     weight = source_of(where, prompt.data_source, config.weights) if weighted else None
     fitted(prompt, config)
     length = len(prompt.prompt_ids)
