@@ -270,7 +270,7 @@ class ThisMachine(Machine):
         """
         if not ThisMachine.installed(self, "transformers") or not self.names(directory):
             return None
-        newest = max(entry.stat().st_mtime_ns for entry in directory.iterdir())
+        newest = max(entry.lstat().st_mtime_ns for entry in directory.iterdir())
         return _tokenizer(directory, Path.cwd(), newest)
 
     def check_gym(self, gym: ReasoningGymConfig) -> None:

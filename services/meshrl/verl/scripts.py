@@ -32,10 +32,9 @@ _UNREAD = re.compile(r""""(?:\\.|[^"\\])*"|'[^']*'|(?<![^\s;])#[^\n]*""")
 """Text in quotes, in which variables stand in double ones only, and comments."""
 _OVERRIDE = re.compile(r"[+~\w]+\.[\w.]+=\S*")
 _USES = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
-_SETS = re.compile(
-    r"\b([A-Za-z_]\w*)(?:\[[^]\n]*\])?\+?=|\bfor\s+(\w+)|\b(?:read|mapfile|readarray|getopts)\b[^\n;]*[ \t](\w+)"
-    r"|\$\{(\w+):?="
-)
+_SETS = re.compile(r"\b([A-Za-z_]\w*)(?:\[[^]\n]*\])?\+?=|\bfor\s+(\w+)|\$\{(\w+):?=")
+_READS = re.compile(r"\b(?:read|mapfile|readarray|getopts|select|declare|local)\b([^\n;]*)")
+"""Commands that set the variables among their words."""
 _OF_BASH = frozenset(
     (
         "BASH_SOURCE",
@@ -91,7 +90,9 @@ def started(
 def unset_in_overrides(script: str, environment: Mapping[str, str]) -> list[str]:
     """Variables in the values of dotted overrides that neither the script nor the environment sets, by name."""
     text = _UNREAD.sub(lambda found: found[0] if found[0].startswith('"') else " ", script)
-    set_there = {name for found in _SETS.finditer(text) for name in found.groups() if name}
+    set_there = {name for found in _SETS.finditer(script) for name in found.groups() if name}
+    for found in _READS.finditer(script):
+        set_there |= {*re.findall(r"\w+", found[1])}
     used = {
         name
         for word in _OVERRIDE.findall(text)
