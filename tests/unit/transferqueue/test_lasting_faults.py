@@ -131,7 +131,7 @@ async def test_two_batches_of_such_rows_are_enough_whatever_is_finished(actors: 
     await begin(actors, 50, batch_groups=10)
     for number in range(BATCHES_DEAD * 10):
         with pytest.raises(WaitTimeoutError):
-            await actors.take(0, groups=10)
+            await actors.take(0, groups=10, name=f"b{number}")  # no wait for one that lasts
         await give_up(actors, 1)
         if number % 5 == 4:
             await actors.write(await actors.lease("reward", 1))
@@ -155,8 +155,25 @@ async def test_what_may_pass_ends_no_wait(actors: Actors) -> None:
         for row in (await actors.lease("reward", 90)).rows:
             await fail(actors, row, "the judge is out of reach", lasting=False)
     assert await dead(actors) == 90
+    for _ in range(3):
+        with pytest.raises(WaitTimeoutError):
+            await actors.take(0, groups=4)
+
+
+async def test_what_may_pass_ends_a_wait_when_it_lasts(actors: Actors) -> None:
+    """A batch of rows that died, whatever of, since a trainer asked for the same batch a second time."""
+    await begin(actors, 40, batch_groups=18)
+    for _ in range(2):
+        with pytest.raises(WaitTimeoutError):
+            await actors.take(0, groups=18)
+    for limit, done in ((17, False), (1, True)):
+        for _ in range(3):
+            for row in (await actors.lease("reward", limit)).rows:
+                await fail(actors, row, "the judge is out of reach", lasting=False)
+        with pytest.raises(UserError if done else WaitTimeoutError):
+            await actors.take(0, groups=18)
     with pytest.raises(WaitTimeoutError):
-        await actors.take(0, groups=4)
+        await actors.take(0, groups=18, name="another")
 
 
 async def test_a_trainer_that_comes_anew_is_told_of_nothing_before_it(actors: Actors) -> None:

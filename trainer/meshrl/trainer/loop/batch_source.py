@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -18,13 +18,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from meshrl.common.plain_text import counted
 from meshrl.contract.errors import (
     AWAY,
     CorruptError,
     EndOfDataError,
     MeshError,
-    UserError,
     WaitTimeoutError,
 )
 from meshrl.contract.ports import Publisher, Queue
@@ -39,10 +37,6 @@ from meshrl.trainer.loop.status import LiveStatus
 from meshrl.trainer.ranks.world import Compute, World
 
 log = logging.getLogger(__name__)
-FEWEST_DEAD = 16
-"""Rows: that fewer died in a row says little, however small the batch is."""
-
-
 TELL_S = 10.0
 """How long a trainer that fails tries to tell the queue of what."""
 MOST_OF_A_REASON = 300
@@ -98,8 +92,6 @@ class BatchSource:
             groups=settings.batch_groups,
             extra_rows=settings.extra_rows,
         )
-        self._dead_at_first_timeout: int | None = None
-        """Dead-lettered rows when a wait for the current batch first timed out; None: none has."""
 
     def leave(self) -> None:
         """Give no further batch but the command to drain; a wait under way ends."""
@@ -234,12 +226,10 @@ class BatchSource:
             try:
                 if await self._done_before_interrupt(taking):
                     taken = taking.result()
-                    self._dead_at_first_timeout = None
                     if await sampling.add(taken) and sampling.batch.rows:
                         return sampling.batch
             except WaitTimeoutError:
                 await self._check_delivery()
-                await self._refuse_hopeless()
                 await self._report_waits()
                 await self._broadcast({"command": "waiting"})
             except CorruptError:
@@ -289,29 +279,6 @@ class BatchSource:
         with suppress(TimeoutError):
             async with asyncio.timeout(0):  # of a version in transfer there is nothing to say
                 await self._publisher.drained()
-
-    async def _refuse_hopeless(self) -> None:
-        """End the wait when a whole batch of rows, and at least FEWEST_DEAD, was dead-lettered during it.
-
-        Raises:
-            UserError: with the most frequent reason.
-        """
-        run, rows = self._settings.run, self._settings.batch_rows
-        dead = sum((await self._queue.ledger(run)).dead_lettered.values())
-        if self._dead_at_first_timeout is None:
-            self._dead_at_first_timeout = dead
-        lost = dead - self._dead_at_first_timeout
-        if lost < max(rows, FEWEST_DEAD):
-            return
-        letters = await self._queue.dead_letters(run)
-        reasons = Counter(f"{letter.stage}: {letter.reason}" for letter in letters[-rows:])
-        reason, count = reasons.most_common(1)[0]
-        raise UserError(
-            f"run {run}: {counted(lost, 'row was', 'rows were')} dead-lettered while the trainer"
-            f" waited for one batch of {rows};"
-            f" {count} of the last {min(rows, len(letters))} died of {reason!r}"
-            f" (all: meshrl dead-letters; try them again: meshrl dead-letters replay)"
-        )
 
     async def _report_waits(self) -> None:
         run = self._settings.run

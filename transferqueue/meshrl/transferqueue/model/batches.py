@@ -196,19 +196,31 @@ class TrainerVerbs(WorkerVerbs):
             groups = self._with_due(groups, step, wanted_by)
         return self._take_groups(groups, step, epoch, batch_id)
 
+    def wait_for_batch(self, batch_id: str) -> None:
+        """A trainer asks for a batch; where it has asked before, rows that die from now on count against the wait."""
+        if self._waited_for != batch_id:
+            self._waited_for, self._dead_before = batch_id, None
+        elif self._dead_before is None:
+            self._dead_before = self.record.next_dead
+
     def refuse_hopeless(self) -> None:
         """End a wait for a batch that will not come (`failures.py`). Raises UserError, with the last reason."""
         faults, rows = self.lasting_faults, self.spec.batch_groups * self.spec.group_size
-        dead = faults.in_a_row()
-        none_finished = dead >= FEWEST_DEAD
-        if not none_finished:
-            dead = faults.dead
-            if not self.spec.gated or dead < max(FEWEST_DEAD, BATCHES_DEAD * rows):
+        dead, none = faults.in_a_row(), ", and none was finished in between"
+        if dead < FEWEST_DEAD:
+            before, none = self._dead_before, ""
+            lost = 0 if before is None else self.record.next_dead - before
+            if not self.spec.gated or (
+                lost < max(FEWEST_DEAD, rows)
+                and faults.dead < max(FEWEST_DEAD, BATCHES_DEAD * rows)
+            ):
                 return
+            dead = max(lost, faults.dead)
+        last = list(self.dead_letters.values())[-1].letter
         raise UserError(
             f"run {self.name}: {counted(dead, 'row was', 'rows were')} dead-lettered while the trainer waited for one"
-            f" batch of {rows}{', and none was finished in between' if none_finished else ''}; the last one died of"
-            f" {faults.last!r} (all: meshrl dead-letters; try them again: meshrl dead-letters replay)"
+            f" batch of {rows}{none}; the last one died of {f'{last.stage}: {last.reason}'!r} (all: meshrl"
+            " dead-letters; try them again: meshrl dead-letters replay)"
         )
 
     def lacks_groups(self, count: int) -> bool:

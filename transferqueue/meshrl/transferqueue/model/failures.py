@@ -16,7 +16,8 @@ from meshrl.contract.types import Uid
 FEWEST_DEAD = 16
 """Rows that die alike, their stage finishing none in between: no row will ever be finished."""
 BATCHES_DEAD = 2
-"""Batches of rows that die of lasting faults before one batch is made: too few rows will be finished."""
+"""Batches of rows that die of lasting faults before one batch is made: too few rows will be finished. Of faults that
+may pass one is enough, where it dies while a trainer waits for longer than one call does."""
 KIND = re.compile(r"[^:(\[{<'\"0-9]*")
 """The beginning of a reason, up to whatever may be of the row itself: the same for rows that die alike."""
 MOST_KINDS = 64
@@ -54,8 +55,6 @@ class LastingFaults:
         """Rows that were written, by stage."""
         self.dead = 0
         """Rows that died so since a batch was taken."""
-        self.last = ""
-        """Stage and reason of the last one."""
         self._alike: dict[tuple[str, str], tuple[int, int]] = {}
         """By stage and kind of reason: rows that died in a row, and how many the stage had finished by then."""
 
@@ -71,7 +70,6 @@ class LastingFaults:
         Rows that fail meet each other when they are tried again, so those finished before say nothing.
         """
         self.dead += 1
-        self.last = f"{stage}: {fault.reason}"
         finished = self.finished[stage]
         if fault.finished != finished:
             return

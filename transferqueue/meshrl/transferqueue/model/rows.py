@@ -206,6 +206,10 @@ class ResidentRows:
         self.in_batches = 0
         """Groups in a batch, taken or settled."""
         self._consumed = 0
+        self._waited_for = ""
+        """The id of the batch that a trainer asked for last."""
+        self._dead_before: int | None = None
+        """Rows that had died when it asked for it a second time; None: it has not."""
         self._settled = 0
         """Batches that were settled since the queue opened."""
         self.publishes = 0
