@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -225,3 +226,19 @@ async def test_an_interrupted_end_of_a_server_is_finished_by_the_next_close(
     assert runs()
     await server.close()
     assert not runs()
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_a_staging_directory_is_as_readable_as_the_umask_lets_it_be_and_ours_to_write(
+    tmp_path: Path, umask: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        staging = Staging(tmp_path, version_bytes=1)
+        version = staging.new().path
+        version.mkdir()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(version.parent.stat().st_mode) == 0o755 & ~umask
+    assert stat.S_IMODE(version.stat().st_mode) == 0o777 & ~umask
+    staging.close()

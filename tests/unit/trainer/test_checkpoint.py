@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import stat
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
@@ -149,6 +150,24 @@ def test_transformers_loads_an_export_of_the_live_model_and_of_the_checkpoint(
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[n], expected[n]) for n in found)
         assert (path / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o027, 0o077])
+def test_an_export_is_as_readable_as_the_umask_lets_it_be(
+    tmp_path: Path, tiny_path: Path, world: World, umask: int
+) -> None:
+    (tiny_path / "tokenizer_config.json").write_text("{}")
+    (tiny_path / "tokenizer_config.json").chmod(0o640)  # copies have the modes of their originals
+    policy, _ = fresh(tiny_path, world)
+    before = os.umask(umask)
+    try:
+        made = export_policy(policy, world, tmp_path / "live", tokenizer=tiny_path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(made.stat().st_mode) == 0o777 & ~umask
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in made.iterdir()}
+    assert {"model.safetensors", "tokenizer_config.json", "config.json"} <= modes.keys()
+    assert set(modes.values()) == {0o666 & ~umask}, modes
 
 
 def test_a_bfloat16_snapshot_holds_the_rounded_weights(tiny_path: Path, world: World) -> None:

@@ -15,6 +15,7 @@ import itertools
 import json
 import logging
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -204,10 +205,11 @@ class Staging:
                 parent = SHARED_MEMORY
         _remove_abandoned(parent)
         try:
-            self._path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+            # Less the umask, for the server may run as another user; others never write there.
+            self._path = parent / f"{PREFIX}{secrets.token_hex(8)}"
+            self._path.mkdir(mode=0o755)
         except OSError as error:
             raise UserError(f"rollout.engine.staging {parent}: {error.strerror}") from error
-        self._path.chmod(0o755)  # the server may run as another user
         self._lock = (self._path / "lock").open("w")
         _lock(self._lock)
         self._names = itertools.count()

@@ -179,11 +179,17 @@ def export_adapter(
 
 
 def _finish(writing: Path, target: Path, tokenizer: Path) -> None:
-    """With the tokenizer's files beside the weights, `writing` becomes `target`."""
+    """With the tokenizer's files beside the weights, `writing` becomes `target`, as readable as the umask lets it be.
+
+    Safetensors' files are nobody else's to read, and copies have the modes of what they are copied from.
+    """
     for pattern in TOKENIZER_FILES:
         for file in sorted(tokenizer.glob(pattern)):
             if file.is_file() and not (writing / file.name).exists():
                 shutil.copy2(file, writing / file.name)
+    mode = writing.stat().st_mode & 0o666  # made with mkdir: less the umask
+    for file in writing.iterdir():
+        file.chmod(mode)
     shutil.rmtree(target, ignore_errors=True)
     writing.rename(target)
 
