@@ -508,7 +508,7 @@ def simulated(options: argparse.Namespace, measured: float) -> dict[str, float]:
             resident_batches=max(8, 3 * 1000 // (GROUP * GROUPS)),
             stages=0,
             renewals_per_s=RENEWALS / options.ttl,
-            steps=40,
+            most_rows=40 * GROUP * GROUPS,
         )
     )
     return {

@@ -24,10 +24,10 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/ of the checkout
 
-from meshrl.planning.loop import quiet
 from tests.simulation.campaign import campaign
 from tests.simulation.mesh import simulate
 from tests.simulation.shape import Shape
+from tests.simulation.virtual_loop import quiet
 
 
 def forked(run: Callable[..., object], seeds: Iterator[int]) -> float:

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar, TypeVarTuple, Unpack
 
 from typing_extensions import override
 
-from meshrl.planning.loop import Handle, VirtualLoop
+from tests.simulation.virtual_loop import Handle, VirtualLoop
 
 Result = TypeVar("Result")
 Ts = TypeVarTuple("Ts")

@@ -27,7 +27,6 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.planning.loop import START_S, DeadlockError, quiet
 from meshrl.transferqueue.admin import audit
 from tests.simulation.checks import Liveness, check_history, check_idle, check_resident
 from tests.simulation.faults import Fault, Kind, draw_faults
@@ -35,6 +34,7 @@ from tests.simulation.loop import Process, SimulatedLoop, spawn
 from tests.simulation.services import Incarnation, Main, Parts, Services
 from tests.simulation.shape import RUN, Shape, draw_shape
 from tests.simulation.stand_ins import Collectives
+from tests.simulation.virtual_loop import START_S, DeadlockError, quiet
 
 CHECK_EVERY_S: Final = 2.0
 DRAIN_S: Final = 120.0

@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from meshrl.planning.loop import quiet
 from tests.simulation.loop import SimulatedLoop
+from tests.simulation.virtual_loop import quiet
 
 
 @contextmanager

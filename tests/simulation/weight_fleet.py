@@ -18,7 +18,7 @@ from typing_extensions import override
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import UnavailableError
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.planning.loop import quiet
+from tests.simulation.virtual_loop import quiet
 from meshrl.weights.carrier import Channel, Link
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.fleet import ReplicaState

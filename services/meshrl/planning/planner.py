@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from meshrl.common.config import Config
+from meshrl.common.plugins import find
 from meshrl.config.recipe import Recipe
 from meshrl.config.stages import train_spec
-from meshrl.contract.errors import UserError
+from meshrl.contract.errors import MeshError, UserError
 from meshrl.contract.held_rows import RENEWALS
-from meshrl.planning.scale import Outlook, run_setting
-from meshrl.planning.setting import P99, Lengths, Setting
-from meshrl.trainer.config import ModelConfig
+from meshrl.contract.stage_worker import Intake
+from meshrl.planning.scale import FEWEST_STEPS, Outlook, run_setting
+from meshrl.planning.setting import P99, Lengths, Seats, Setting
+from meshrl.rewardd.config import JudgeConfig, RewardConfig
+from meshrl.rewardd.judges._remote import RemoteJudgeConfig
+from meshrl.rewardd.pool.rule import find_function, read_rule
+from meshrl.rewardd.reward_stage import INTAKE
+from meshrl.trainer.config import ModelConfig, RewardModelJudgeConfig
 
 PARAMS: Final = 8e9
 """Parameters of a model that is not on this machine."""
@@ -28,9 +36,8 @@ BANDWIDTH: Final = 10e9
 """Bytes per second into each rollout GPU: four fifths of a 100 Gb/s link."""
 ROWS: Final = 2000
 """About as many rows are simulated of each split; larger batches are simulated at a fraction of the size."""
-FEWEST_STEPS: Final = 9
 FEWEST_GROUPS: Final = 8
-"""A batch keeps at least so many groups, however small it is simulated."""
+"""A batch keeps so many groups, however small it is simulated, unless they are very large."""
 SLACK: Final = 0.05
 """A side that idles less than this is busy."""
 SHARES: Final = (0.6, 1.0, 1.6)
@@ -60,10 +67,11 @@ class PlanQuestion:
     bandwidth: float = BANDWIDTH
     commit_s: float = 0.0
     reward_s: float = 0.0
+    """Of the functions, for one sample."""
+    judge_s: float = 0.0
+    """Of each judge, for one sample (of a reward model: for a batch)."""
     tool_calls: int = 0
     tool_s: float = 0.0
-    failures_per_day: float = 0.0
-    restart_s: float = 60.0
     seed: int = 0
 
 
@@ -86,8 +94,12 @@ class GpuSplit:
             return "weight transfer"
         if seen.trainer_idle <= SLACK:
             return "trainer"
+        if seen.reward_load >= 1 - SLACK:
+            return "reward"
         if seen.rollout_idle <= 2 * SLACK:
             return "rollout"
+        if seen.slots_held >= 1 - SLACK:
+            return "slots"
         return "long responses"
 
 
@@ -102,6 +114,73 @@ class FleetPlan:
     """Everything was simulated at one part in so many of its size."""
     advice: str
     assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scorer:
+    """A part of the reward that takes time."""
+
+    at_once: int
+    """Samples that it scores at the same time."""
+    seconds: float
+    together: int = 1
+    """Samples that are scored as one."""
+    says: str
+
+    def seats(self, scale: int) -> Seats:
+        """Its places, at one part in `scale` of their number, or slower where that is less than one."""
+        count = max(1, round(self.at_once / scale))
+        every_s = self.seconds / self.together * count * scale / self.at_once
+        return Seats(count=count, seconds=self.seconds, every_s=every_s)
+
+
+def _reward(reward: RewardConfig, asked: PlanQuestion) -> Iterator[_Scorer]:
+    """The parts of a recipe's reward to which the question gives time."""
+    if asked.reward_s and reward.scorers:
+        each = reward.concurrency if _is_async(reward) else 1
+        how = f"{each} at once (`async def`)" if each > 1 else "one at a time"
+        yield _Scorer(
+            at_once=each * reward.workers,
+            seconds=asked.reward_s,
+            says=f"functions of {asked.reward_s:g} s, {how} in each of reward.workers {reward.workers}",
+        )
+    for judge in reward.judges if asked.judge_s else ():
+        at_once, together = INTAKE.limit, 1
+        if judge.kind == "model":
+            at_once, together = 1, _option(judge, "batch_size", RewardModelJudgeConfig)
+        elif judge.kind != "grpc":  # whose other end has places of its own
+            at_once = _option(judge, "concurrency", RemoteJudgeConfig)
+        yield _Scorer(
+            at_once=at_once,
+            seconds=asked.judge_s,
+            together=together,
+            says=f"judge {judge.component} of {asked.judge_s:g} s, {at_once} at once"
+            + (f", each of {together} samples" if together > 1 else ""),
+        )
+
+
+def _option(judge: JudgeConfig, name: str, kind: type[Config]) -> int:
+    """A count among a judge's options. Raises UserError."""
+    count = judge.options.get(name, kind.model_fields[name].default)
+    if not isinstance(count, int) or count < 1:
+        raise UserError(
+            f"reward.judges: {judge.component}: {name}: want a positive number, not {count!r}"
+        )
+    return count
+
+
+def _is_async(reward: RewardConfig) -> bool:
+    """Whether some function is a coroutine function, as far as its source says so; no for a file that is not here."""
+    try:
+        for function in read_rule(reward).functions:
+            spec = find(function.module) if function.module else None
+            source = Path(spec.origin).read_text() if spec and spec.origin else function.source
+            found = find_function(source, function.name, function.name, function.module)
+            if isinstance(found, ast.AsyncFunctionDef):
+                return True
+    except (MeshError, OSError, ValueError):
+        pass
+    return False
 
 
 class _Case:
@@ -133,13 +212,17 @@ class _Case:
         width = 2 if recipe.weights.dtype == "bfloat16" else 4
         self.weight_bytes = width * params
         self.transfer_s = self.weight_bytes / asked.gpus_per_worker / asked.bandwidth
-        self.scale = max(1, round(rows * FEWEST_STEPS / ROWS))
-        self.scale = min(self.scale, max(1, spec.batch_groups // FEWEST_GROUPS))
+        self.group = min(spec.group_size, ROWS // FEWEST_STEPS)
+        fewest = self.group * max(1, min(FEWEST_GROUPS, ROWS // FEWEST_STEPS // self.group))
+        self.scale = max(1, min(round(rows * FEWEST_STEPS / ROWS), rows // fewest))
+        self.rows = rows
         row_bytes = 9 * (self.mean + self.prompt)
         bounds = [spec.resident_bytes / row_bytes / spec.group_size]
         if spec.resident_tokens:
             bounds.append(spec.resident_tokens / (self.mean + self.prompt) / spec.group_size)
         self.resident_groups = min(bounds)
+        self.reward = tuple(_reward(recipe.reward, asked))
+        self.sync_batches = recipe.rollout.is_deterministic(float(spec.max_staleness))
         of_model = "given" if asked.params else f"counted in {recipe.model.path}"
         if not (asked.params or found):
             of_model = f"assumed: {recipe.model.path} has no safetensors here"
@@ -197,14 +280,15 @@ class _Case:
         )
         if recipe.weights.carrier == "auto":
             yield recipe.weights.auto_says
+        for part in self.reward:
+            yield f"reward: {part.says}"
+        if not self.reward:
+            yield "reward: takes no time (--reward-s, --judge-s)"
         yield (
-            f"a reward takes {asked.reward_s:g} s, a response {asked.tool_calls} tool calls of {asked.tool_s:g} s;"
-            " the processors of rewards and of the reference are not among the GPUs"
+            f"a response makes {asked.tool_calls} calls of tools of {asked.tool_s:g} s, one after the other; it keeps"
+            " its slot meanwhile"
         )
-        yield (
-            f"failures: {asked.failures_per_day:g} a day of each worker, which is back after"
-            f" {asked.restart_s:g} s; its rows begin again"
-        )
+        yield "the processors of rewards, tools and of the reference are not among the GPUs; no worker fails"
         if recipe.algorithm.filter_groups.enable:
             yield "dynamic sampling: every group that a step takes is counted as trained"
         yield (
@@ -235,60 +319,75 @@ class _Case:
 
     def try_split(self, rollout_gpus: int) -> GpuSplit:
         """Simulate it."""
-        asked, spec, scale = self.asked, self.spec, self.scale
+        asked, spec, scale, per_call = self.asked, self.spec, self.scale, INTAKE.per_call
+        assert isinstance(per_call, int)
         trainer_gpus = asked.gpus - rollout_gpus
         step_s = self.step_gpu_s / trainer_gpus
         # Scaled down, a fleet has fewer workers with shares of a slot's pace, so that no worker is lost to rounding.
         whole = rollout_gpus // asked.gpus_per_worker
         workers = max(1, round(whole / scale))
-        slots = max(1, round(self.slots * whole / scale / workers))
-        groups = max(1, round(spec.batch_groups / scale))
+        # More workers than rows are idle, and need not be simulated.
+        fleet, in_flight = workers, spec.admission_groups / scale * spec.group_size
+        workers = min(workers, math.ceil(in_flight))
+        slots = max(1, round(self.slots * whole / scale / fleet))
+        groups = max(1, round(self.rows / scale / self.group))
         rate = self.tokens_per_s * asked.gpus_per_worker / self.slots
-        rows = groups * spec.group_size
-        fixed = 1 if spec.max_staleness == math.inf else spec.max_staleness + 1
         setting = Setting(
             workers=workers,
             slots=slots,
             tokens_per_s=rate * slots,
             alone_speedup=asked.alone_speedup,
             lengths=self.lengths,
-            group=spec.group_size,
+            group=self.group,
             batch_groups=groups,
             step_s=step_s,
             max_staleness=spec.max_staleness,
             resident_batches=spec.resident_batches,
-            resident_groups=self.resident_groups / scale,
+            resident_groups=self.resident_groups * spec.group_size / scale / self.group,
             on_update=self.on_update,
             transfer_s=self.transfer_s,
             commit_s=asked.commit_s,
-            reward_s=asked.reward_s,
+            sync_batches=self.sync_batches,
+            reward=tuple(part.seats(scale) for part in self.reward),
+            reward_intake=Intake(
+                limit=math.ceil(INTAKE.limit / scale), per_call=math.ceil(per_call / scale)
+            ),
             tool_calls=asked.tool_calls,
             tool_s=asked.tool_s,
-            failures_per_h=asked.failures_per_day / 24,
-            restart_s=asked.restart_s,
-            stages=len(spec.stages) - 1,
+            ranks=trainer_gpus,
+            stages=len(spec.stages) - 1 - bool(self.reward),
             renewals_per_s=self.renewals_per_s,
-            steps=int(max(FEWEST_STEPS, min(24, ROWS // rows), min(24, 2 * fixed))),
             seed=asked.seed,
         )
         setting = replace(setting, call_s=setting.call_s * scale, row_s=setting.row_s * scale)
         seen = run_setting(setting)
         # Per unit of size: what the part does, the whole does as many times.
-        larger = spec.batch_groups / groups
+        larger = self.rows / (groups * self.group)
         seen = replace(
             seen,
             samples_per_h=seen.samples_per_h * larger,
             tokens_per_s=seen.tokens_per_s * larger,
+            rollout_idle=1 - (1 - seen.rollout_idle) * workers / fleet,
+            slots_held=seen.slots_held * workers / fleet,
         )
         return GpuSplit(
             rollout_gpus=rollout_gpus, trainer_gpus=trainer_gpus, step_s=step_s, outlook=seen
         )
 
 
-def plan(recipe: Recipe, asked: PlanQuestion) -> FleetPlan:
-    """Try several splits, then those beside the best. Raises UserError for a question without an answer."""
+def plan(
+    recipe: Recipe, asked: PlanQuestion, tell: Callable[[int], None] = lambda rollout_gpus: None
+) -> FleetPlan:
+    """Try several splits, then those beside the best; `tell` hears of each before. Raises UserError for no answer."""
     case = _Case(recipe, asked)
-    tried = {gpus: case.try_split(gpus) for gpus in case.splits()}
+    tried: dict[int, GpuSplit] = {}
+
+    def attempt(rollout_gpus: int) -> None:
+        tell(rollout_gpus)
+        tried[rollout_gpus] = case.try_split(rollout_gpus)
+
+    for rollout_gpus in case.splits():
+        attempt(rollout_gpus)
 
     def best() -> GpuSplit:
         return max(tried.values(), key=lambda split: split.outlook.samples_per_h)
@@ -298,7 +397,7 @@ def plan(recipe: Recipe, asked: PlanQuestion) -> FleetPlan:
     for beside in ordered[max(0, at - 1) : at] + ordered[at + 1 : at + 2]:
         between = case.rollout_for(asked.gpus - (beside + ordered[at]) / 2)
         if between not in tried:
-            tried[between] = case.try_split(between)
+            attempt(between)
     chosen = best()
     return FleetPlan(
         best=chosen,
@@ -313,6 +412,9 @@ ADVICE: Final = {
     "queue": "the queue's processor is busy: a longer queue.lease_ttl_s, or fewer and larger groups",
     "weight transfer": "the trainer waits until a version has travelled: more bandwidth, bfloat16, or fewer steps",
     "trainer": "the trainer never waits: only more or faster trainer GPUs give more",
+    "reward": "the reward scores as much at once as it can: more reward.workers, a higher concurrency, an `async def`"
+    " function, or one that is faster",
+    "slots": "every slot holds a row while engines idle, since tools work: more rollout.slots, or faster tools",
     "rollout": "the engines never idle: only more or faster rollout GPUs give more",
     "long responses": "both sides wait for the last responses of a batch: a higher queue.max_staleness, more"
     " prompts a batch, or a lower data.max_response_length",

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Final
 
+from meshrl.contract.stage_worker import Intake
 from meshrl.contract.types import OnUpdate
+from meshrl.rewardd.reward_stage import INTAKE
 
 CALL_S: Final = 1000e-6
 """Processor time of one call in a queue process with gRPC (benchmarks/scale.py --handlers, benchmarks/RESULTS.md)."""
@@ -52,6 +54,18 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Seats:
+    """The places in which one part of the reward scores samples."""
+
+    count: int
+    """Samples that it scores at once."""
+    seconds: float
+    """Of one sample."""
+    every_s: float
+    """A place takes the next sample so long after the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """A fleet, its policy and how long everything takes."""
 
@@ -74,39 +88,43 @@ class Setting:
     """From the end of a step until every worker has staged its version."""
     commit_s: float = 0.0
     """How long an engine pauses to load what it has staged."""
-    reward_s: float = 0.0
+    sync_batches: bool = False
+    """A worker leases `slots` rows at once, when it holds none; they begin each turn together, and are written
+    together (`rollout.deterministic`)."""
+    reward: tuple[Seats, ...] = ()
+    """Parts of the reward that take time: a sample has its score once all of them have scored it."""
+    reward_intake: Intake = INTAKE
+    """Rows that the reward service holds, and in each call of its judge."""
     tool_calls: int = 0
-    """Calls of tools in one response; its slot stays taken meanwhile."""
+    """Calls of tools in one response, one after the other; its slot stays taken meanwhile."""
     tool_s: float = 0.0
-    """Mean of one call of a tool, exponential."""
-    failures_per_h: float = 0.0
-    """Failures of one worker; its rows begin again elsewhere."""
-    restart_s: float = 60.0
+    """Of each call."""
     ranks: int = 1
     """Trainer processes: each fetches its own rows."""
     stages: int = 1
-    """Stages beside rollout, each of which leases and writes every row."""
+    """Further stages, each of which leases and writes every row, in no time."""
     renewals_per_s: float = 0.6
     """Calls of a worker that holds rows, to keep its leases: three in `queue.lease_ttl_s`."""
     call_s: float = CALL_S
     row_s: float = ROW_S
-    steps: int = 12
+    most_rows: int = 2500
+    """Training ends after so many rows, or once its rate is steady."""
     seed: int = 0
 
 
 class Processor:
     """The queue's processor: calls take their time one after the other."""
 
-    def __init__(self, setting: Setting, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, setting: Setting, clock: Callable[[], float]) -> None:
         self.busy_s = 0.0
         self._setting = setting
         self._free_at = 0.0
-        self._loop = loop
+        self._clock = clock
 
     def charge(self, *, calls: float = 1, rows: int = 0) -> float:
         """Busy for these calls after what it has to do; returns how long from now until they are done."""
         cost = calls * self._setting.call_s + rows * self._setting.row_s
-        now = self._loop.time()
+        now = self._clock()
         self._free_at = max(now, self._free_at) + cost
         self.busy_s += cost
         return self._free_at - now
@@ -154,13 +172,6 @@ class PacedGpu:
         self._paused = paused
         self._arm()
 
-    def stop(self) -> None:
-        """Forget every request."""
-        self.advance()
-        self._ends.clear()
-        self.running = 0
-        self._arm()
-
     def _speed(self) -> float:
         """Tokens per second of each running request."""
         if self._paused or not self.running:
@@ -195,7 +206,9 @@ class PacedGpu:
     def _look(self) -> None:
         self._timer = None
         self.advance()
-        while self._ends and self._ends[0][0] <= self._served + 1e-6:
+        # The clock may not be fine enough for the next end: what is that near is now.
+        served = self._served + max(1e-6, 4 * math.ulp(self._at) * self._speed())
+        while self._ends and self._ends[0][0] <= served:
             _, _, done = heapq.heappop(self._ends)
             self.running -= 1
             done()

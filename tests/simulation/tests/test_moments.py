@@ -17,7 +17,6 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import ConfigError, UnavailableError, WaitTimeoutError
 from meshrl.contract.types import ROLLOUT_STAGE, Version
 from meshrl.http.gateway.sessions import SessionTable
-from meshrl.planning.loop import START_S
 from meshrl.rollout.agents.session import AgentSession
 from meshrl.rpc.interceptors import Context
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
@@ -34,6 +33,7 @@ from meshrl.weights.transport import load_transport
 from tests.doubles.weights import HashSink, StubSource
 from tests.simulation.call import connect
 from tests.simulation.network import Delays, Network
+from tests.simulation.virtual_loop import START_S
 
 from ..virtual_time import run, virtual_time
 

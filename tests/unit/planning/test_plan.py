@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from dataclasses import replace
@@ -14,8 +15,8 @@ from meshrl.config.loading import load_recipe
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import OnUpdate
 from meshrl.planning.planner import PlanQuestion, plan
-from meshrl.planning.scale import run_setting
-from meshrl.planning.setting import Lengths, Setting
+from meshrl.planning.scale import StuckError, VirtualLoop, run_setting
+from meshrl.planning.setting import Lengths, Seats, Setting
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes/gsm8k/recipe.yaml"
@@ -28,7 +29,7 @@ SMALL = Setting(
     batch_groups=4,
     step_s=4.0,
     transfer_s=0.5,
-    steps=8,
+    most_rows=400,
 )
 
 
@@ -90,13 +91,46 @@ def test_looser_bounds_give_more() -> None:
     assert tight.samples_per_h < loose.samples_per_h
 
 
-def test_failures_and_tools_cost_samples() -> None:
-    sampling = replace(SMALL, step_s=0.5)
-    sound = run_setting(sampling)
-    failing = run_setting(replace(sampling, failures_per_h=600.0, restart_s=30.0))
-    calling = run_setting(replace(sampling, tool_calls=2, tool_s=2.0))
-    assert failing.samples_per_h < sound.samples_per_h
-    assert calling.samples_per_h < sound.samples_per_h
+def test_a_tool_that_works_keeps_its_slot() -> None:
+    alike = Lengths(mean=200, p99=200, most=200)
+    calls = replace(SMALL, lengths=alike, step_s=0.1, tool_calls=20, tool_s=1.0)
+    seen = run_setting(replace(calls, max_staleness=math.inf))
+    # 200 tokens at 100 a second, and 20 s in tools: 16 slots.
+    assert seen.samples_per_h == pytest.approx(3600 * 16 / 22, rel=0.1)
+    assert seen.slots_held > 0.95
+    assert seen.rollout_idle > 0.85
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_samples_queue_for_the_places_of_a_reward(at_once: int) -> None:
+    scored = Seats(count=at_once, seconds=2.0, every_s=2.0)
+    asynchronous = replace(SMALL, step_s=0.1, max_staleness=math.inf)
+    seen = run_setting(replace(asynchronous, reward=(scored,)))
+    assert seen.samples_per_h == pytest.approx(3600 * at_once / 2, rel=0.05)
+    assert seen.reward_load > 0.95
+
+
+def test_a_sample_waits_for_the_slowest_part_of_its_reward() -> None:
+    fast, slow = Seats(count=9, seconds=1, every_s=1), Seats(count=1, seconds=4, every_s=4)
+    asynchronous = replace(SMALL, step_s=0.1, max_staleness=math.inf)
+    seen = run_setting(replace(asynchronous, reward=(fast, slow)))
+    assert seen.samples_per_h == pytest.approx(3600 / 4, rel=0.05)
+
+
+def test_sync_batches_begin_and_end_together() -> None:
+    lengths = Lengths(mean=200, p99=1000, most=1500)
+    synchronous = replace(SMALL, lengths=lengths, max_staleness=0, on_update=OnUpdate.DRAIN)
+    apart = run_setting(replace(synchronous, batch_groups=8, step_s=0.1))
+    together = run_setting(replace(synchronous, batch_groups=8, step_s=0.1, sync_batches=True))
+    assert together.samples_per_h < apart.samples_per_h
+
+
+def test_a_mesh_that_waits_for_itself_is_told() -> None:
+    async def waits() -> None:
+        await asyncio.Event().wait()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner, pytest.raises(StuckError):
+        runner.run(waits())
 
 
 def test_the_queue_also_renews_the_leases_of_those_who_hold_rows() -> None:
@@ -155,6 +189,89 @@ def test_a_question_without_an_answer_is_named(asked: PlanQuestion, problem: str
         plan(load_recipe(RECIPE, check=False), asked)
 
 
+FUNCTIONS = {
+    "plain": "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n",
+    "async": "async def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "asked", "says"),
+    [
+        ("plain", [], {"reward_s": 0.5}, "one at a time in each of reward.workers 1"),
+        ("plain", ["reward.workers=3"], {"reward_s": 0.5}, "in each of reward.workers 3"),
+        ("async", [], {"reward_s": 0.5}, "32 at once (`async def`) in each of reward.workers 1"),
+        ("gone", [], {"reward_s": 0.5}, "one at a time"),
+        (
+            "plain",
+            ["reward.judges=[{kind: http, options: {url: 'http://judge', concurrency: 4}}]"],
+            {"judge_s": 2.0},
+            "judge http of 2 s, 4 at once",
+        ),
+        (
+            "plain",
+            ["reward.judges=[{kind: generative, options: {url: 'http://judge', model: m}}]"],
+            {"judge_s": 2.0},
+            "judge generative of 2 s, 32 at once",
+        ),
+        (
+            "plain",
+            ["reward.judges=[{kind: model, options: {path: rm, batch_size: 4}}]"],
+            {"judge_s": 2.0},
+            "judge model of 2 s, 1 at once, each of 4 samples",
+        ),
+        ("plain", [], {"judge_s": 2.0}, "takes no time"),
+    ],
+)
+def test_a_plan_says_how_many_samples_the_reward_scores_at_once(
+    function: str, changes: list[str], asked: dict[str, float], says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "reward.py"
+    if function in FUNCTIONS:
+        path.write_text(FUNCTIONS[function])
+    words = [f"reward.custom_reward_function.path={path}", "data.train_batch_size=2", *changes]
+    question = PlanQuestion(gpus=2, params=1e9, step_s=1.0, **asked)
+    answer = plan(load_recipe(RECIPE, words, check=False), question)
+    assert any(says in each for each in answer.assumptions if each.startswith("reward: "))
+
+
+def test_a_reward_that_is_scored_one_by_one_bounds_the_samples(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(FUNCTIONS["plain"])
+    words = [f"reward.custom_reward_function.path={path}", "data.train_batch_size=128"]
+    question = PlanQuestion(gpus=8, rollout_gpus=4, params=1e9, reward_s=0.5)
+    answer = plan(load_recipe(RECIPE, words, check=False), question)
+    assert answer.scale > 1
+    assert answer.best.outlook.samples_per_h == pytest.approx(7200, rel=0.05)
+    assert answer.best.bottleneck == "reward"
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        ([], {"gpus": 1_000_000}),
+        (["rollout.n=2048", "data.train_batch_size=512"], {"gpus": 8}),
+        (["rollout.n=2", "data.train_batch_size=2", "queue.max_staleness=500"], {"gpus": 8}),
+        (["data.max_response_length=1000000"], {"gpus": 64, "params": 4e12}),
+        ([], {"gpus": 8, "tool_calls": 100_000, "tool_s": 3.0}),
+        ([], {"gpus": 8, "reward_s": 1e6}),
+        ([], {"gpus": 8, "tokens_per_s": 1e12, "train_tokens_per_s": 1e15}),
+    ],
+    ids=["fleet", "groups", "staleness", "lengths", "tools", "reward", "speed"],
+)
+def test_a_plan_of_any_size_simulates_about_as_many_rows(
+    changes: list[str], asked: dict[str, float]
+) -> None:
+    recipe = load_recipe(RECIPE, changes, check=False)
+    tried: list[int] = []
+    gpus = int(asked["gpus"])
+    question = PlanQuestion(**{"params": 1e9, **asked, "gpus": gpus, "rollout_gpus": gpus // 2})
+    answer = plan(recipe, question, tried.append)
+    assert tried == [gpus // 2]
+    rows = recipe.data.train_batch_size * recipe.rollout.n / answer.scale
+    assert answer.best.outlook.steps * rows <= 3000
+
+
 def test_the_command_prints_json_and_wrong_input_ends_with_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -163,7 +280,9 @@ def test_the_command_prints_json_and_wrong_input_ends_with_2(
     with pytest.raises(SystemExit) as ended:
         main([*asked, "--json"])
     assert ended.value.code == 0
-    answer = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert said.err == "simulating 1 GPU of rollout and 1 of the trainer\n"
+    answer = json.loads(said.out)
     assert answer["best"]["rollout_gpus"] == 1
     assert answer["bottleneck"]
     assert any(each.startswith("weights.carrier auto: shm") for each in answer["assumptions"])

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from meshrl.cli.options import Finite, json_option, recipe_argument
-from meshrl.common.plain_text import say, say_json
+from meshrl.common.plain_text import counted, say, say_json
 from meshrl.config.loading import load_recipe
 
 POSITIVE = Finite(min=0, min_open=True)
@@ -44,11 +44,10 @@ COUNT = click.IntRange(min=1)
 @click.option("--params", type=POSITIVE, help="Parameters of the model, e.g. 8e9.")
 @click.option("--bandwidth", type=POSITIVE, default=10.0, help="GB/s into each rollout GPU.")
 @click.option("--commit-s", type=Finite(min=0), default=0.0, help="Pause of an update.")
-@click.option("--reward-s", type=Finite(min=0), default=0.0, help="Of one reward.")
+@click.option("--reward-s", type=Finite(min=0), default=0.0, help="Of the functions, a sample.")
+@click.option("--judge-s", type=Finite(min=0), default=0.0, help="Of each judge, a sample.")
 @click.option("--tool-calls", type=click.IntRange(min=0), default=0, help="Of one response.")
 @click.option("--tool-s", type=Finite(min=0), default=0.0, help="Of one tool call.")
-@click.option("--failures-per-day", type=Finite(min=0), default=0.0, help="Of each worker.")
-@click.option("--restart-s", type=POSITIVE, default=60.0, help="Until a failed worker is back.")
 @click.option("--seed", type=int, default=0)
 @json_option
 def plan(
@@ -64,14 +63,22 @@ def plan(
     if asked["step_s"] and asked["train_tokens_per_s"]:
         raise click.UsageError("--step-s and --train-tokens-per-s say the same: give one of them")
     loaded = load_recipe(recipe, overrides, check=False)
-    answer: FleetPlan = make(loaded, PlanQuestion(bandwidth=bandwidth * 1e9, **asked))
+
+    def tell(rollout_gpus: int) -> None:
+        rest = asked["gpus"] - rollout_gpus
+        say(
+            f"simulating {counted(rollout_gpus, 'GPU')} of rollout and {rest} of the trainer",
+            err=True,
+        )
+
+    answer: FleetPlan = make(loaded, PlanQuestion(bandwidth=bandwidth * 1e9, **asked), tell)
     if as_json:
         say_json(json.dumps(asdict(answer) | {"bottleneck": answer.best.bottleneck}))
         return
     head = ("rollout", "trainer", "samples/h", "step s", "staleness", "p99", "rollout idle")
     say(
         f"  {head[0]:>7} {head[1]:>7} {head[2]:>10} {head[3]:>8} {head[4]:>9} {head[5]:>4}"
-        f" {head[6]:>12} trainer idle queue  first bottleneck"
+        f" {head[6]:>12} trainer idle reward queue  first bottleneck"
     )
     for split in answer.tried:
         seen = split.outlook
@@ -79,7 +86,7 @@ def plan(
             f"{'>' if split is answer.best else ' '} {split.rollout_gpus:7} {split.trainer_gpus:7}"
             f" {seen.samples_per_h:10,.0f} {split.step_s:8.3g} {seen.staleness_mean:9.2f}"
             f" {seen.staleness_p99:4} {seen.rollout_idle:12.0%} {seen.trainer_idle:12.0%}"
-            f" {seen.queue_load:5.0%}  {split.bottleneck}"
+            f" {seen.reward_load:6.0%} {seen.queue_load:5.0%}  {split.bottleneck}"
         )
     say(f"{answer.best.bottleneck}: {answer.advice}")
     for assumption in answer.assumptions:
