@@ -9,7 +9,7 @@ from meshrl.trainer.algorithms.advantages import grpo
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages
 from meshrl.trainer.config import AlgorithmConfig
 
-NEEDS, GROUP_BASELINE = grpo.NEEDS, grpo.GROUP_BASELINE
+Options, GROUP_BASELINE = grpo.Options, grpo.GROUP_BASELINE
 STEP_S = "PLAN_CHECK_STEP_S"
 """The environment variable that says how long the pause is."""
 

@@ -18,7 +18,6 @@ from typing_extensions import override
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import UnavailableError
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from tests.simulation.virtual_loop import quiet
 from meshrl.weights.carrier import Channel, Link
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.fleet import ReplicaState
@@ -31,6 +30,7 @@ from tests.simulation.call import connect
 from tests.simulation.host import this_process
 from tests.simulation.loop import Process, SimulatedLoop, spawn
 from tests.simulation.network import Delays, Network
+from tests.simulation.virtual_loop import quiet
 
 RUN = "simulated"
 CHANNELS, GROUP = "wires", "group"
