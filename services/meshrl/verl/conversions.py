@@ -11,6 +11,7 @@ from typing import Any
 from meshrl.common.plugins import known
 from meshrl.config.hub import repository_of
 from meshrl.config.machine import ThisMachine
+from meshrl.trainer.model.untrainable import WANTED, refusal, refusal_of_name
 from meshrl.verl.rules import (
     KEYWORD,
     Conversion,
@@ -48,7 +49,13 @@ def model_path(value: Any, given: Given) -> Conversion:
     path = expanded(value)
     hub = repository_of(path, dataset=False, machine=ThisMachine())
     note = "a model of the Hugging Face hub, downloaded where it is not in the cache" if hub else ""
-    return Conversion(settings={"model.path": path}, note=note)
+    described = ThisMachine().json(Path(path) / "config.json")
+    why = refusal_of_name(hub.name) if hub else refusal(described)
+    return Conversion(
+        status=KeyStatus.REFUSED if why else KeyStatus.MAPPED,
+        settings={"model.path": path},
+        note=f"{why}; {WANTED}" if why else note,
+    )
 
 
 def positions(value: Any, given: Given) -> Conversion:
@@ -620,17 +627,18 @@ def trainer_mode(value: Any, given: Given) -> Conversion:
             settings={"queue.max_staleness": 0},
             note="on-policy, as verl's synchronous trainer; 1 lets sampling and training overlap",
         )
-    bound = given.get("trainer.v1.sampler.max_off_policy_threshold", 8)
+    key = "trainer.v1.sampler.max_off_policy_threshold"
+    bound = "inf" if key in given.values and key not in given else given.get(key, 8)
     strategy = given.get("trainer.v1.sampler.max_off_policy_strategy", "drop")
     return Conversion(
         settings={
-            "queue.max_staleness": int(bound),
+            "queue.max_staleness": bound if bound == "inf" else int(bound),
             "queue.stale_policy": "drop" if strategy == "drop" else "reissue",
             "actor.recompute_old_log_probs": not given.get(
                 "algorithm.rollout_correction.bypass_mode", False
             ),
         },
-        note=f"asynchronous, at most {bound} steps off",
+        note=f"asynchronous, {'any number of' if bound == 'inf' else f'at most {bound}'} steps off",
     )
 
 

@@ -25,6 +25,7 @@ from meshrl.trainer.offline.config import SftConfig
 from meshrl.verl.overrides import Override, parse
 from meshrl.verl.programs import VerlCommand, VerlProgram, refuse_other
 from meshrl.verl.rules import ENGINE_ARGUMENTS, KEYWORD, Given, KeyRule, KeyStatus
+from meshrl.verl.scripts import EXTERNAL
 from meshrl.verl.sft_table import rules as sft_rules
 from meshrl.verl.table import rules
 
@@ -98,6 +99,9 @@ def migrate(
     if started is not None:
         refuse_other(started)
     values, origins, findings = _given(overrides, files, environment or {})
+    if modules := (environment or {}).get(EXTERNAL):
+        note = "modules that verl imports first, which may change anything: nothing of them is done here"
+        findings.append(Finding(key=EXTERNAL, value=modules, status=KeyStatus.REFUSED, note=note))
     program = VerlProgram()
     if started is not None:
         program = started.program

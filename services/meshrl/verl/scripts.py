@@ -49,6 +49,9 @@ _OF_BASH = frozenset(
         "IFS",
     )
 )
+EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
+"""Python modules that verl imports first, and that may change anything of it."""
+_EXTERNAL = re.compile(rf"""\b{EXTERNAL}=["']?([\w.,/-]+)""")
 GRACE_S = 20.0
 """Seconds that the sandbox may take besides the script."""
 
@@ -85,6 +88,12 @@ def started(
             raise (ConfigError(NO_COMMAND) if sandboxed else error) from None
     added = [word for word in arguments if "=" in word and word not in command.arguments]
     return replace(command, arguments=(*command.arguments, *added)), others
+
+
+def external_modules(script: str) -> dict[str, str]:
+    """EXTERNAL, as a script or a command sets it; empty where it does not."""
+    found = _EXTERNAL.search(script)
+    return {EXTERNAL: found[1]} if found else {}
 
 
 def unset_in_overrides(script: str, environment: Mapping[str, str]) -> list[str]:

@@ -109,12 +109,7 @@ def rollout() -> Iterator[KeyRule]:
         yield ignored(f"{ROLLOUT}.multi_turn.{name}", "no turn is tokenized a second time")
     yield rule(f"{ROLLOUT}.multi_turn.max_tool_response_length", tools.tool_result)
     yield refused(f"{ROLLOUT}.agent.agent_loop_config_path", agents)
-    yield refused(
-        f"{ROLLOUT}.agent.default_agent_loop",
-        agents,
-        (None, "single_turn_agent", "tool_agent"),
-        "single_turn_agent",
-    )
+    yield rule(f"{ROLLOUT}.agent.default_agent_loop", tools.agent_loop(agents))
     yield refused(f"{ROLLOUT}.ignore_eos", "responses end at the end token", (None, False), False)
     yield unless("enable", f"{ROLLOUT}.multi_turn", "multi_turn.enable is off", tools.OWN)
     yield from ignored_below(
@@ -252,6 +247,10 @@ def trainer() -> Iterator[KeyRule]:
     yield within("async_training.trigger_parameter_sync_step", "see staleness_threshold")
     yield within("async_training.require_batches", "see data.train_batch_size", 1)
     yield rule("async_training.partial_rollout", to.partial_rollout)
+    yield within(
+        "async_training.fault_tolerance.*",
+        "always on: what a dead worker was sampling goes on with another, and workers come and go",
+    )
     yield rule("rollout.total_rollout_steps", to.total_rollouts)
     for name in ("nnodes", "n_gpus_per_node"):
         yield rule(f"rollout.{name}", to.rollout_gpus)

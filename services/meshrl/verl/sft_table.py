@@ -219,8 +219,8 @@ def _epochs(value: Any, given: Given) -> Conversion:
     for path in as_list(given.get("data.train_files")):
         try:
             rows += _rows(expanded(path))
-        except (OSError, ValueError, MeshError):
-            return no(f"set steps: {value} epochs of a file that is not on this machine")
+        except (ImportError, OSError, ValueError, MeshError):
+            return no(f"set steps: {value} epochs of a file that cannot be read on this machine")
     batch = int(given.get("data.train_batch_size"))
     steps = max(1, int(value) * (rows // batch))
     return Conversion(settings={"steps": steps}, note=f"{value} epochs of {rows} rows / {batch}")

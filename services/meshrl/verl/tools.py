@@ -55,11 +55,31 @@ def multi_turn(value: Any, given: Given) -> Conversion:
     return Conversion(settings={"rollout.program": "tools"})
 
 
+def agent_loop(others: str) -> Convert:
+    """The loop of rows that name none; with `tool_agent` there are turns with tools whatever `multi_turn` says."""
+
+    def convert(value: Any, given: Given) -> Conversion:
+        if value in (None, "single_turn_agent"):
+            return Conversion(note="one turn")
+        if value != "tool_agent":
+            return no(others)
+        if not _has_tools(given):
+            return Conversion(note="multi_turn names no tools: one turn")
+        return Conversion(settings={"rollout.program": "tools"})
+
+    return convert
+
+
+def _is_on(given: Given) -> bool:
+    loop = given.get("actor_rollout_ref.rollout.agent.default_agent_loop", None)
+    return bool(given.get(f"{MULTI_TURN}.enable", False)) or loop == "tool_agent"
+
+
 def of_tools(ours: str) -> Convert:
     """An option of the program `tools`."""
 
     def convert(value: Any, given: Given) -> Conversion:
-        if not given.get(f"{MULTI_TURN}.enable", False):
+        if not _is_on(given):
             return Conversion(status=KeyStatus.IGNORED, note="multi_turn.enable is off")
         if not _has_tools(given):
             return no(f"{PROGRAM_OPTIONS}.{ours}, once there are tools")
@@ -70,7 +90,7 @@ def of_tools(ours: str) -> Convert:
 
 def tool_format(value: Any, given: Given) -> Conversion:
     """How the policy writes a call."""
-    if value not in known(FORMATS) and given.get(f"{MULTI_TURN}.enable", False):
+    if value not in known(FORMATS) and _is_on(given):
         return no(
             f"there is no format {value!r} ({', '.join(known(FORMATS))}): docs/how-to/extend.md"
         )

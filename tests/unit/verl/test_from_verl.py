@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -533,3 +534,93 @@ def test_a_script_comes_from_stdin_and_the_report_is_json_for_programs() -> None
     assert code == 0 and "n: 2" in recipe
     found = {one["key"]: one for one in json.loads(output)["keys"]}
     assert found[f"{R}.n"]["settings"] == {"rollout.n": 2}
+
+
+def finding(made: Migration, key: str) -> Any:
+    (found,) = (each for each in made.findings if each.key == key)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("zai-org/GLM-4.1V-9B-Thinking", "glm4v reads pictures, in another way"),
+        ("openbmb/MiniCPM-o-2_6", "minicpmo reads pictures, in another way"),
+        ("OpenGVLab/InternVL3-8B", "internvl reads pictures, in another way"),
+        ("deepseek-ai/DeepSeek-V3.2", "deepseek_v32 has layers of other kinds than attention"),
+        ("meta-llama/Llama-4-Scout-17B-16E", "llama4: its decoder layers are not under a known"),
+        ("Qwen/Qwen3.5-35B-A3B", ""),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", ""),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", ""),
+        ("deepseek-ai/DeepSeek-V3", ""),
+        ("google/gemma-3-1b-it", ""),
+    ],
+)
+def test_a_model_of_the_hub_that_cannot_be_trained_is_among_the_refusals(
+    name: str, why: str
+) -> None:
+    found = finding(migrate([f"{M}.path={name}"]), f"{M}.path")
+    assert found.settings == {"model.path": name}
+    assert found.status is (KeyStatus.REFUSED if why else KeyStatus.MAPPED)
+    assert why in found.note and "\n" not in found.note
+
+
+def test_a_directory_of_such_a_model_is_told_by_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "jamba"}')
+    found = finding(migrate([f"{M}.path={tmp_path}"]), f"{M}.path")
+    assert found.status is KeyStatus.REFUSED and "jamba has layers of other kinds" in found.note
+
+
+def test_a_bound_of_null_is_none(tmp_path: Path) -> None:
+    mode, bound = (
+        "trainer.v1.trainer_mode=separate_async",
+        "trainer.v1.sampler.max_off_policy_threshold",
+    )
+    for given, said in (([], 8), ([f"{bound}=3"], 3), ([f"{bound}=null"], "inf")):
+        made = migrate([mode, *given])
+        assert recipe_of(made, tmp_path).queue.max_staleness == said
+    assert finding(made, "trainer.v1.trainer_mode").note == "asynchronous, any number of steps off"
+
+
+def test_what_a_mesh_does_always_is_mapped_and_a_loop_with_tools_is_not_switched_off(
+    tmp_path: Path,
+) -> None:
+    tools = tmp_path / "tools.yaml"
+    tools.write_text(
+        "tools: [{class_name: SearchTool, config: {retrieval_service_url: 'http://127.0.0.1:1'}}]"
+    )
+    loop = f"{R}.agent.default_agent_loop"
+    named = [f"{R}.multi_turn.tool_config_path={tools}", f"{R}.multi_turn.max_assistant_turns=3"]
+    tolerance = "async_training.fault_tolerance.enable"
+    made = migrate([f"{loop}=tool_agent", f"{tolerance}=True", *named])
+    assert "always on" in finding(made, tolerance).note
+    assert finding(made, tolerance).status is KeyStatus.MAPPED
+    assert finding(made, loop).note != "switched off"
+    assert at(recipe_of(made, tmp_path), "rollout.program") == "tools"
+    assert at(recipe_of(made, tmp_path), "rollout.program_options.max_turns") == 3
+    alone = finding(migrate([f"{loop}=tool_agent"]), loop)
+    assert (alone.status, alone.note) == (KeyStatus.MAPPED, "multi_turn names no tools: one turn")
+    assert finding(migrate([f"{loop}=my_agent"]), loop).status is KeyStatus.REFUSED
+
+
+def test_modules_that_verl_would_import_are_reported() -> None:
+    words = ["VERL_USE_EXTERNAL_MODULES=my.models", "python3", "-m", "verl.trainer.main_ppo"]
+    said = CliRunner().invoke(config, ["from-verl", "--", *words, "data.train_batch_size=8"])
+    (line,) = [line for line in said.output.splitlines() if line.startswith("# REFUSED")]
+    assert line.startswith("# REFUSED VERL_USE_EXTERNAL_MODULES=") and "my.models" in line
+
+
+def test_nothing_is_refused_as_a_whole_where_optional_packages_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "train.parquet"
+    file.write_bytes(b"PAR1")
+    for name in ("msgpack", "pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for module in [name for name in sys.modules if name.startswith("meshrl.rollout.engines.vllm")]:
+        monkeypatch.delitem(sys.modules, module)
+    for program in ("main_ppo", "sft_trainer"):
+        words = ["python3", "-m", f"verl.trainer.{program}", f"data.train_files={file}"]
+        more = [f"{R}.name=vllm"] if program == "main_ppo" else ["trainer.total_epochs=2"]
+        said = CliRunner().invoke(config, ["from-verl", "--", *words, *more])
+        assert said.exit_code == 0 and said.exception is None, said.output

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
 from prometheus_client.parser import text_string_to_metric_families
@@ -503,19 +502,20 @@ def _items(picture: Picture, salt: str) -> Iterator[_PictureItem]:
 
 def _packed(flat: Mapping[str, Array], batched: Mapping[str, Array]) -> str:
     """Inputs of the tower: those that are joined along their first dimension, and those that are stacked."""
+    import msgpack  # a package of pictures: other runs do without it
+
+    def told(array: Array) -> list[Any]:
+        data = np.ascontiguousarray(array).tobytes()
+        return [array.dtype.name, list(array.shape), msgpack.ExtType(RAW_TENSOR, data)]
+
     item: dict[str, Any] = {}
     for name, array in flat.items():
         whole = {"slices": [[0, len(array), None]], "dim": 0, "keep_on_cpu": False}
-        item[name] = {"data": _tensor(array), "field": ["flat", whole]}
+        item[name] = {"data": told(array), "field": ["flat", whole]}
     for name, array in batched.items():
-        item[name] = {"data": _tensor(array), "field": ["batched", {"keep_on_cpu": True}]}
+        item[name] = {"data": told(array), "field": ["batched", {"keep_on_cpu": True}]}
     packed: bytes = msgpack.packb(item)
     return base64.b64encode(packed).decode()
-
-
-def _tensor(array: Array) -> list[Any]:
-    data = np.ascontiguousarray(array).tobytes()
-    return [array.dtype.name, list(array.shape), msgpack.ExtType(RAW_TENSOR, data)]
 
 
 def _chunk(event: Mapping[str, Any]) -> Chunk:

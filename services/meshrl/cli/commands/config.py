@@ -84,13 +84,15 @@ def from_verl(
     from meshrl.verl.migrate import migrate
     from meshrl.verl.programs import VerlCommand, VerlProgram, command_of
     from meshrl.verl.rules import KeyStatus
-    from meshrl.verl.scripts import seen, started
+    from meshrl.verl.scripts import external_modules, seen, started
 
     others: list[str] = []
     environment = seen(os.environ, passed)
+    text = " ".join(command) if script is None else _text(script)
+    environment |= external_modules(text)
     if script is not None:
         path = None if str(script) == "-" else script
-        ours, others = started(_text(script), environment, path, command)
+        ours, others = started(text, environment, path, command)
     else:
         ours = command_of(command) or VerlCommand(name="", arguments=command, program=VerlProgram())
         if not files and not any("=" in word for word in ours.arguments):

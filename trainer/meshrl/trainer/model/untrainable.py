@@ -6,6 +6,7 @@ recipe be refused before anything starts. `tests/unit/testing/test_trainable.py`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,6 +63,51 @@ PICTURES = (
     "smolvlm",
 )
 """Types of models that read pictures and are trained; of others nobody has seen that pictures come out right."""
+
+FAMILIES: Mapping[str, str] = {
+    "bloom": "bloom",
+    "deepseek-v3.2": "deepseek_v32",
+    "deepseek-v4": "deepseek_v4",
+    "falcon-mamba": "falcon_mamba",
+    "gemma-4": "gemma4",
+    "glm-5": "glm_moe_dsa",
+    "jamba": "jamba",
+    "llama-4": "llama4",
+    "minimax-(text|m1)": "minimax",
+    "mpt-": "mpt",
+    "phi-(1|2)": "phi",
+    "phi-3.5-moe": "phimoe",
+    "recurrentgemma": "recurrent_gemma",
+    "zamba": "zamba",
+    "zamba2": "zamba2",
+}
+"""How names on the hub begin, as a pattern in lower case, and the type of such models."""
+PICTURE_FAMILIES: Mapping[str, str] = {
+    "gemma-3-(4|12|27)b": "gemma3",
+    "gemma-3n": "gemma3n",
+    "glm-4.[156]v": "glm4v",
+    "internvl": "internvl",
+    "kimi-vl": "kimi_vl",
+    "llama-3.2-(11|90)b": "mllama",
+    "llava": "llava",
+    "minicpm-(o|v)": "minicpmo",
+    "phi-(3.5-vision|4-multimodal)": "phi4_multimodal",
+    "qwen2.5-omni": "qwen2_5_omni",
+    "qwen3-omni": "qwen3_omni_moe",
+}
+"""Those that read pictures."""
+
+
+def refusal_of_name(name: str) -> str:
+    """Why a model of this name on the hub, `ORG/NAME`, cannot be trained, as far as its family is known; or empty."""
+    last = name.rpartition("/")[2].lower()
+    for pattern, kind in FAMILIES.items():
+        if re.match(pattern, last):
+            return refusal({"model_type": kind})
+    for pattern, kind in PICTURE_FAMILIES.items():
+        if re.match(pattern, last):
+            return refusal({"model_type": kind, "vision_config": {"model_type": kind}})
+    return ""
 
 
 def refusal(config: Mapping[str, Any]) -> str:
