@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32
+from meshrl.testing import vision
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.model.packing import pack
-from meshrl.trainer.model.policy import Policy, build_policy, random_hf
+from meshrl.trainer.model.policy import Policy, build_policy, open_hf, random_hf
 from meshrl.trainer.ranks.world import World
 from tests.doubles.architectures import apart, random_checkpoint
 from tests.doubles.equality import TRAININGS, train
@@ -224,6 +226,22 @@ def test_ranks_that_would_share_a_state_are_refused_in_one_line(shared: str) -> 
     with pytest.raises(UserError, match=r"layers that keep a state .* are not shared") as raised:
         build_policy(hf, world, ModelConfig(path=Path("x")))
     assert "\n" not in raised.value.message
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3Next", "Qwen3_5MoeText"])
+def test_engines_get_a_version_under_the_names_that_the_checkpoint_has(
+    name: str, tmp_path: Path, world: World
+) -> None:
+    make = vision.random_checkpoint if name == "Qwen3_5" else random_checkpoint
+    make(name, tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    policy = build_policy(open_hf(tmp_path), world, ModelConfig(path=tmp_path))
+    sent = {name: tuple(weight.shape) for name, weight in policy.published_weights()}
+    assert sent == {name: shape for name, shape in stored.items() if ".visual." not in name}
+    layer = "model.language_model.layers.0" if name == "Qwen3_5" else "model.layers.0"
+    assert sent[f"{layer}.linear_attn.conv1d.weight"][1] == 1
+    assert (f"{layer}.mlp.experts.3.down_proj.weight" in sent) is (name != "Qwen3_5")
 
 
 def test_a_layer_that_is_told_no_rows_is_refused_in_one_line() -> None:
