@@ -9,7 +9,7 @@ import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 
-from meshrl.http.gateway.anthropic import Turn
+from meshrl.http.gateway.anthropic import AnthropicTurn
 from meshrl.http.gateway.thinking import Kind, ThoughtSplitter, joined
 from meshrl.rollout.tokenizer import load_tokenizer
 from tests.doubles.scripted import Scripted
@@ -207,7 +207,7 @@ def test_pieces_of_a_thought_and_a_text_are_the_answer_again(
     if thought:
         assert joined(thought, text, split.signature) == answer
         block = {"type": "thinking", "thinking": thought, "signature": split.signature}
-        turn = Turn.model_validate(
+        turn = AnthropicTurn.model_validate(
             {"role": "assistant", "content": [block, {"type": "text", "text": text}]}
         )
         assert [*turn.messages()] == [{"role": "assistant", "content": answer}]

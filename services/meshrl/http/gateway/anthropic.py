@@ -80,7 +80,7 @@ class ThinkingBlock(Body):
     signature: str = ""
 
 
-class Turn(Body):
+class AnthropicTurn(Body):
     """One message of a conversation."""
 
     role: Literal["user", "assistant"]
@@ -130,7 +130,7 @@ class Turn(Body):
         yield {"role": self.role, "content": said, **({"tool_calls": calls} if calls else {})}
 
 
-class ToolBody(Body):
+class AnthropicTool(Body):
     """A tool that the policy may call; those of Anthropic's own servers are refused."""
 
     model_config = ConfigDict(extra="ignore")
@@ -151,9 +151,9 @@ class CountBody(Body):
 
     model: str = Field(default="policy", max_length=256)
     """Any name: there is one model, the policy."""
-    messages: Annotated[list[Turn], Field(min_length=1)]
+    messages: Annotated[list[AnthropicTurn], Field(min_length=1)]
     system: str | list[TextBlock] = ""
-    tools: list[ToolBody] = Field(default_factory=list)
+    tools: list[AnthropicTool] = Field(default_factory=list)
     tool_choice: dict[str, JsonValue] | None = None
     """Must be auto or none."""
     thinking: dict[str, JsonValue] | None = None

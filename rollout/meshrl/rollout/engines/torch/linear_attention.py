@@ -186,18 +186,18 @@ class DeltaRule:
         """[..., I], z [..., H E], float32[..., H] of β and of the logarithm of the decay."""
         splits = self.shape.splits
         parts = (self.shape.convolved, *splits[3:])
-        mixed, z, b, a = torch.split(F.linear(normed, self.projection), parts, -1)
+        mixed, z, b, a = torch.split(F.linear(normed, self.projection), list(parts), -1)
         decay = self.decay * F.softplus(a.float() + self.dt_bias)
         return mixed, z, b.float().sigmoid(), decay
 
     def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Float32[..., H, D] twice, scaled, and float32[..., H, E], of [..., I]."""
         shape = self.shape
-        query, key, value = torch.split(convolved.float(), shape.splits[:3], -1)
+        query, key, value = torch.split(convolved.float(), list(shape.splits[:3]), -1)
         times = shape.value_heads // shape.key_heads
-        query, key = (_unit(x.unflatten(-1, (-1, shape.key_dim))) for x in (query, key))
+        query, key = (_unit(x.unflatten(-1, (-1, shape.key_dim))) for x in (query, key))  # type: ignore[no-untyped-call]
         query, key = (x.repeat_interleave(times, -2) for x in (query, key))
-        return query * shape.key_dim**-0.5, key, value.unflatten(-1, (-1, shape.value_dim))
+        return query * shape.key_dim**-0.5, key, value.unflatten(-1, (-1, shape.value_dim))  # type: ignore[no-untyped-call]
 
     def _gated(self, made: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """[..., H E] of float32[..., H, E]."""
