@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import ConfigError, ConflictError
 from meshrl.contract.types import Version
-from meshrl.v1 import weights_pb2 as pb
-from meshrl.v1 import weights_pb2_grpc
 from meshrl.weights.carrier import Channel, Link, RunPaths
 from meshrl.weights.carriers import auto, shm
 from meshrl.weights.fleet import ReplicaState, fetch_fleet
 from meshrl.weights.transport import Pairs, load_carrier
 
 from ..waiting import until
-from .weights_fleet import RUN, opened
+from .weights_fleet import opened
 
 
 async def test_twenty_versions_reach_two_replicas_bit_by_bit(carrier: str, tmp_path: Path) -> None:
@@ -98,18 +95,6 @@ async def test_auto_takes_the_next_carrier_for_a_replica_that_cannot_open_the_fi
         carriers = {view.name: view.carrier for view in fleet.coordinator.fleet().replicas}
         assert carriers == {"one": "gloo", "two": "shm"}
         assert engine.hashes == fleet.source(0).manifest.bucket_hashes
-
-
-async def test_a_replica_on_another_host_is_refused_where_only_this_host_is_reached(
-    tmp_path: Path,
-) -> None:
-    async with opened("shm", tmp_path) as fleet:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{fleet.port}") as channel:
-            call = weights_pb2_grpc.WeightsStub(channel).Join()
-            hello = pb.ReplicaHello(replica="far", host="elsewhere", carriers=["shm"])
-            await call.write(pb.ReplicaMessage(stamp=pb.WeightStamp(run=RUN), hello=hello))
-            answer = await call.read()
-        assert "no carrier of weights reaches far" in answer.abort.message
 
 
 async def test_a_queue_that_refuses_a_version_is_reported_to_the_trainer(tmp_path: Path) -> None:

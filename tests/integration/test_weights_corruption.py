@@ -17,30 +17,6 @@ from ..waiting import until
 from .weights_fleet import RUN, flip, opened
 
 
-class OnceRotten(StubSource):
-    """Hands one bucket out flipped the first time that it is asked for."""
-
-    spoiled = False
-
-    def bucket(self, index: int) -> Uint8:
-        bucket = super().bucket(index)
-        if index == 2 and not self.spoiled:
-            self.spoiled = True
-            bucket = bucket.copy()
-            bucket[17] ^= 1
-        return bucket
-
-
-async def test_a_byte_that_flips_in_transit_is_sent_again(tmp_path: Path) -> None:
-    async with opened("gloo", tmp_path) as fleet:
-        engine = fleet.join("one")
-        source = OnceRotten(RUN, Version(1, 0))
-        await fleet.carry(source)
-        await until(lambda: fleet.published == [Version(1, 0)])
-        assert source.spoiled
-        assert engine.hashes == source.manifest.bucket_hashes
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
 

@@ -15,11 +15,10 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import (
     ConfigError,
     CorruptError,
-    NotFoundError,
     UnavailableError,
     WaitTimeoutError,
 )
-from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
+from meshrl.contract.types import TensorSpec, Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Link, RunPaths
 from meshrl.weights.delta.patches import Held
 from meshrl.weights.messages import (
@@ -33,7 +32,7 @@ from meshrl.weights.messages import (
 from meshrl.weights.transport import load_carrier
 from meshrl.weights.version_store import VersionReader, VersionWriter, WeightStore
 from meshrl.weights.waiting import WorkerThread, first_ends, together, within
-from tests.doubles.weights import HashSink, StubSource
+from tests.doubles.weights import StubSource
 
 
 def test_coordinator_and_replica_controller_import_no_torch() -> None:
@@ -223,12 +222,3 @@ def test_a_file_that_cannot_be_read_is_corrupt(tmp_path: Path, spoil: str) -> No
         path.write_bytes(content[:8] + b"x" * 16 + content[24:])
     with pytest.raises(CorruptError, match="model-00001-of-00001"):
         read_bucket(tmp_path, manifest, np.empty(16, dtype=np.uint8))
-
-
-async def test_the_stub_engine_serves_only_what_was_staged() -> None:
-    engine = HashSink()
-    source = StubSource("run", Version(1, 0), buckets=2)
-    await engine.stage_weights(source.manifest, [source.bucket(0), source.bucket(1)])
-    await engine.discard_weights(Version(1, 0))
-    with pytest.raises(NotFoundError, match=r"weights 1\.0 are not staged"):
-        await engine.commit_weights(Version(1, 0), OnUpdate.IN_FLIGHT)
