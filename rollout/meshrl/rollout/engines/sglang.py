@@ -12,7 +12,7 @@ import os
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import PositiveInt
 from typing_extensions import override
@@ -46,6 +46,9 @@ from meshrl.rollout.server_engine.sglang_messages import (
     request_body,
 )
 from meshrl.rollout.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from meshrl.rollout.native_updates.sglang import GroupSender
 
 log = logging.getLogger(__name__)
 
@@ -314,7 +317,7 @@ class SglangServer(ServerKind["SglangClient"]):
             )
 
 
-def _sender(config: Config) -> BucketSender:
+def _sender(config: Config) -> GroupSender:
     from meshrl.rollout.native_updates.sglang import GroupSender  # imports torch
 
     return GroupSender(
@@ -323,20 +326,6 @@ def _sender(config: Config) -> BucketSender:
         bucket_bytes=config.bucket_bytes,
         deadline_s=config.update_s,
     )
-
-
-class BucketSender(Protocol):
-    """Broadcasts a version to the server's ranks while the server is called to receive it."""
-
-    async def send(
-        self, client: HttpClient, directory: Path, version: Version, *, ranks: int
-    ) -> None:
-        """Raises MeshError."""
-        ...
-
-    async def close(self) -> None:
-        """Leave the group."""
-        ...
 
 
 class SglangClient(HttpClient, AdapterClient):
@@ -350,7 +339,7 @@ class SglangClient(HttpClient, AdapterClient):
         update: str,
         silence_s: float,
         update_s: float,
-        sender: BucketSender | None = None,
+        sender: GroupSender | None = None,
         adapters: bool = False,
     ) -> None:
         super().__init__("SGLang", url, key=key, silence_s=silence_s, update_s=update_s)

@@ -134,7 +134,8 @@ F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
 Request = TypeVar("Request", bound=SizedMessage)
 Answer = TypeVar("Answer", bound=SizedMessage)
 Result = TypeVar("Result")
-Returned = TypeVar("Returned", covariant=True)
+Attempt: TypeAlias = Callable[..., Awaitable[Result]]
+"""A call of a Connection, with all but its `wait_s`."""
 
 SERVICE_RETRY_S: Final = 120.0
 """Seconds for which services repeat calls: longer than a restart with a large store takes."""
@@ -190,14 +191,6 @@ class LongPoll(Protocol):
     """A request, or the header of one, that says how long the service may wait."""
 
     wait_s: float
-
-
-class Attempt(Protocol[Returned]):
-    """A call of a Connection, with all but its wait."""
-
-    def __call__(self, *, wait_s: float | None) -> Awaitable[Returned]:
-        """Send the request."""
-        ...
 
 
 class Connection:
