@@ -27,8 +27,16 @@ from meshrl.common.sockets import disconnect
 from meshrl.contract.errors import BusyError
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.identity import CALLER
-from meshrl.rpc.interceptors import ANSWERED, RECEIVED, Answered, Behavior, Context
-from meshrl.rpc.pace import LEAST_RATE, PATIENCE_S, Pace
+from meshrl.rpc.interceptors import (
+    ANSWERED,
+    LEAST_RATE,
+    PATIENCE_S,
+    RECEIVED,
+    Answered,
+    Behavior,
+    Context,
+    Pace,
+)
 from meshrl.rpc.transport import MAX_ANSWER_BYTES, MAX_CALLS, MAX_CONNECTIONS, MAX_REQUEST_BYTES
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ reads the requests of each and calls `application`, which hands them to the app 
 
 A connection is busy while a whole request of it runs, else idle: in its TLS handshake, half a request long, its body
 included, or kept alive. At a limit the oldest idle one makes room, so that only running requests hold places. Who
-begins a request has `header_s` to finish its headers, and who does not read an answer is disconnected (pace.py).
+begins a request has `header_s` to finish its headers, and who does not read an answer is disconnected (`Pace`).
 """
 # ruff: noqa: D102 - of asyncio.Protocol
 
@@ -34,7 +34,7 @@ from meshrl.common.sockets import Certificates, is_loopback, join_address
 from meshrl.contract.errors import ForbiddenError, InfraError, UnauthenticatedError, UserError
 from meshrl.rpc.errors import PortInUseError
 from meshrl.rpc.identity import METRICS, Identity, Presented
-from meshrl.rpc.pace import Pace
+from meshrl.rpc.interceptors import Pace
 from meshrl.rpc.tls import ServerTls, server_tls
 from meshrl.rpc.web_origin import Refuse, WebRequests, headers_of, hosts_of
 

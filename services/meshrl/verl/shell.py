@@ -43,11 +43,11 @@ def commands(script: str, environment: Mapping[str, str]) -> list[list[str]]:
     Raises:
         ConfigError: it cannot be read without running it; says where.
     """
-    return _Reader(script, dict(environment)).read()
+    return _WordReader(script, dict(environment)).read()
 
 
 @dataclass
-class _Reader:
+class _WordReader:
     """A scan from left to right; assignments take effect as they are met."""
 
     text: str
@@ -193,7 +193,7 @@ class _Reader:
                 f"${name} is not set; set it above the command, or give it with --env"
             )
         bare = (default or "").replace('"', "").replace("'", "")
-        inner = _Reader(f'"{bare}"', self.variables).read()
+        inner = _WordReader(f'"{bare}"', self.variables).read()
         return inner[0][0] if inner else ""
 
     def _arithmetic(self, expression: str) -> int:

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from meshrl.common.sockets import Certificates
 from meshrl.contract.errors import ConfigError
 from meshrl.http.common import BodyLimit, problem
-from meshrl.rpc import pace
+from meshrl.rpc import interceptors
 from meshrl.rpc.http_server import ConnectionLimits, serving_http, serving_metrics
 
 from ...certificates import issue
@@ -168,8 +168,8 @@ async def test_a_body_that_comes_slowly_is_taken_if_nobody_wants_its_place() -> 
 
 
 async def test_who_does_not_read_an_answer_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(pace, "LEAST_RATE", 1 << 40)
+    monkeypatch.setattr(interceptors, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(interceptors, "LEAST_RATE", 1 << 40)
     async with AsyncExitStack() as stack:
         port = await stack.enter_async_context(http(ConnectionLimits(2)))  # one for each address
         reader, writer = await say(port, WHOLE.replace(b"/metrics", b"/large"))

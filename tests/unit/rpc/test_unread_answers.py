@@ -15,7 +15,7 @@ import pytest
 
 from meshrl.contract.errors import BusyError
 from meshrl.contract.types import ROLLOUT_STAGE
-from meshrl.rpc import call_limits, pace
+from meshrl.rpc import call_limits, interceptors
 from meshrl.rpc.call_limits import SMALL_BYTES, CallLimits
 from meshrl.rpc.clients.base import Connection
 from meshrl.rpc.clients.queue import QueueTable
@@ -212,8 +212,8 @@ async def a_stream(channel: grpc.aio.Channel) -> Any:
 async def test_a_caller_that_does_not_read_loses_its_connection_and_what_it_held(
     begin: Callable[[grpc.aio.Channel], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(pace, "LEAST_RATE", 1 << 40)
+    monkeypatch.setattr(interceptors, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(interceptors, "LEAST_RATE", 1 << 40)
     monkeypatch.setattr(call_limits, "DISCONNECT_S", 0.1)
     servicer = Slow()
     async with (

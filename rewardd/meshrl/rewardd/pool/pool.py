@@ -355,7 +355,8 @@ class PoolJudge:
         dropped = message.get("dropped", {})
         if score is None or not _is_texts(dropped, MAX_COMPONENTS):
             return False
-        self._dropped.tell(dropped)
+        if dropped:
+            self._dropped.tell(dropped)
         del slot.in_flight[item.number]
         slot.crashes = 0
         now = time.monotonic()

@@ -22,7 +22,7 @@ PACES: Final = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
+class _Sharer:
     """One worker in the division; a worker that changed has another one."""
 
     pace: int
@@ -50,7 +50,7 @@ class Holder:
     """Leases that it waits for."""
     wrote: Signal = field(default_factory=Signal)
     """It holds fewer rows than before, so its share may allow it others."""
-    part: _Part | None = None
+    part: _Sharer | None = None
     """None while it does not count."""
     look_at: float = math.inf
     """When time alone may change whether it counts."""
@@ -164,22 +164,22 @@ class Division:
         """Workers that the level has passed."""
         self._full_slots = 0
         self._open_pace = 0
-        self._full: list[tuple[float, int, _Part]] = []
+        self._full: list[tuple[float, int, _Sharer]] = []
         """The last to become full first. In both heaps, parts that are gone stay until they come to the top."""
-        self._open: list[tuple[float, int, _Part]] = []
+        self._open: list[tuple[float, int, _Sharer]] = []
         """The next to become full first."""
         self._number = itertools.count()
 
-    def add(self, pace: int, slots: int, rows: int) -> _Part:
+    def add(self, pace: int, slots: int, rows: int) -> _Sharer:
         """A worker comes in."""
-        part = _Part(pace, slots, rows)
+        part = _Sharer(pace, slots, rows)
         self.count += 1
         self.slots += slots
         self.rows += rows
         self._enter(part, full=False)
         return part
 
-    def drop(self, part: _Part) -> None:
+    def drop(self, part: _Sharer) -> None:
         """A worker goes."""
         self.count -= 1
         self.slots -= part.slots
@@ -187,7 +187,7 @@ class Division:
         self._leave(part)
         part.gone = True
 
-    def share(self, part: _Part, rows: int) -> int:
+    def share(self, part: _Sharer, rows: int) -> int:
         """What `part` gets of `rows`, which are fewer than all slots; rounded up."""
         while (top := _top(self._full)) and self._open_pace * top.slots > self._left(
             rows
@@ -205,13 +205,13 @@ class Division:
         """For the workers that are not full."""
         return rows - self._full_slots
 
-    def _move(self, heap: list[tuple[float, int, _Part]], part: _Part, *, full: bool) -> None:
+    def _move(self, heap: list[tuple[float, int, _Sharer]], part: _Sharer, *, full: bool) -> None:
         heapq.heappop(heap)
         self._leave(part)
         self._enter(part, full=full)
         self.moves += 1
 
-    def _enter(self, part: _Part, *, full: bool) -> None:
+    def _enter(self, part: _Sharer, *, full: bool) -> None:
         part.full = full
         level = part.slots / part.pace
         if full:
@@ -223,20 +223,20 @@ class Division:
         if len(self._open) + len(self._full) > 2 * self.count + 64:
             self._open, self._full = _swept(self._open), _swept(self._full)
 
-    def _leave(self, part: _Part) -> None:
+    def _leave(self, part: _Sharer) -> None:
         if part.full:
             self._full_slots -= part.slots
         else:
             self._open_pace -= part.pace
 
 
-def _top(heap: list[tuple[float, int, _Part]]) -> _Part | None:
+def _top(heap: list[tuple[float, int, _Sharer]]) -> _Sharer | None:
     while heap and heap[0][2].gone:
         heapq.heappop(heap)
     return heap[0][2] if heap else None
 
 
-def _swept(heap: list[tuple[float, int, _Part]]) -> list[tuple[float, int, _Part]]:
+def _swept(heap: list[tuple[float, int, _Sharer]]) -> list[tuple[float, int, _Sharer]]:
     """Without the parts that are gone."""
     kept = [entry for entry in heap if not entry[2].gone]
     heapq.heapify(kept)
