@@ -45,7 +45,8 @@ async def serve_stage(
         recipe: What the mesh runs.
         context: What `run` was given.
         handle: From leased rows to as many results: a `RowWrite`, a `Failure` (the row is tried again, up to
-            `queue.max_attempts` times) or a `Returned` (as if it had not been leased). An exception fails all.
+            `queue.max_attempts` times, or once more where it is `lasting`) or a `Returned` (as if it had not been
+            leased). An exception fails all.
         limit: Rows that are worked on at once.
         rows_per_call: Rows that one call of `handle` gets.
     """
