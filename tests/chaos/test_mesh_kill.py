@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from subprocess import Popen
 import pytest
 
 from meshrl.rpc.exit_codes import Exit
+from meshrl.transferqueue.model.batches import ALONE_LAST
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import DiskStore
 
@@ -70,7 +72,7 @@ def rank_of(mesh: Mesh, number: int) -> int:
 
 @pytest.fixture(scope="module")
 def unscored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mesh, Popen[bytes]]]:
-    """A run whose reward never scores: it ends by itself, after a minute of waiting beside the other tests."""
+    """A run whose reward never scores: it ends by itself, beside the other tests."""
     folder = tmp_path_factory.mktemp("unscored")
     changes = {
         "reward": {"deadline_s": 0.3, "workers": 2},
@@ -134,6 +136,54 @@ def test_a_reward_that_cannot_be_loaded_ends_in_one_line(tmp_path: Path) -> None
     errors = [line for line in mesh.output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "compute_score" in errors[0], mesh.output
     assert "Traceback" not in mesh.output
+
+
+KILLS = """
+import os, signal
+from meshrl.trainer.algorithms.advantages.grpo import compute as grpo
+
+def compute(batch, config):
+    if (batch.scores == 7).any():
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return grpo(batch, config)
+"""
+SEVEN = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 7.0 if ground_truth == "poison" else float(len(solution_str) % 2)
+"""
+
+
+async def test_a_row_whose_step_kills_the_trainer_is_given_up_and_the_others_are_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says nothing before it dies, as where native code crashes."""
+    trainer = {
+        "total_training_steps": 8,
+        "save_freq": 1,
+        "test_freq": -1,
+        "val_before_train": False,
+    }
+    changes = {
+        "algorithm": {"adv_estimator": "killing.advantages"},
+        "data": {"shuffle": False},
+        "trainer": trainer,
+    }
+    mesh = make_mesh(tmp_path, changes)
+    (tmp_path / "killing").mkdir()
+    (tmp_path / "killing" / "advantages.py").write_text(KILLS)
+    (tmp_path / "reward.py").write_text(SEVEN)
+    rows = (tmp_path / "train.jsonl").read_text().splitlines()
+    rows[5] = json.dumps({**json.loads(rows[5]), "answer": "poison"})
+    (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with mesh.up() as process:
+        mesh.wait(process, code=Exit.DONE)
+    ledger = await mesh.ledger()
+    (reason,) = ledger.dead_lettered
+    assert reason.startswith("cannot be trained on: trainers die with"), ledger
+    assert ledger.filtered == {"group_incomplete": 4 - ledger.dead_lettered[reason]}
+    assert mesh.output.count("trainer was killed by SIGSEGV") <= 2 + (4).bit_length() + ALONE_LAST
+    assert mesh.steps()[-1]["step"] == 7
 
 
 @pytest.mark.parametrize("damage", ["cut", "page"])
@@ -270,7 +320,8 @@ async def test_a_reward_that_never_scores_ends_in_one_line(
     mesh.wait(process, code=Exit.USER_ERROR)
     errors = [line for line in mesh.output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "no such table" in errors[0], mesh.output[-3000:]
-    assert "rows were dead-lettered" in errors[0]
+    assert "16 rows were dead-lettered" in errors[0]
+    assert "none was finished in between" in errors[0]
     ledger = await mesh.ledger()
     assert ledger.balanced and ledger.trained == 0, ledger
     assert sum(ledger.dead_lettered.values()) >= 16, ledger
