@@ -242,10 +242,13 @@ def _explicit(
     return shares[..., : v.shape[2]] @ v
 
 
-def keep_out_of_graphs() -> None:
-    """Have `torch.compile` cut its graphs around this attention: otherwise each layout is compiled again."""
+def keep_out_of_graphs(hf: nn.Module) -> None:
+    """Have `torch.compile` cut its graphs around what runs over rows: otherwise each layout is compiled again."""
     outside: Any = torch.compiler.disable  # torch leaves it untyped
     AttentionInterface.register(NAME, outside(packed_attention))
+    for module in hf.modules():
+        if is_stateful(module):
+            module.forward = outside(module.forward)
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -74,7 +74,7 @@ def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model
     if config.param_offload:
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     if config.use_torch_compile:
-        attention.keep_out_of_graphs()
+        attention.keep_out_of_graphs(hf)
     if tower is not None and (world.tensor is not None or world.experts is not None):
         raise UserError(
             "trainer.parallel: a model that reads pictures is not shared out by tensor or expert; want 1"
