@@ -126,9 +126,9 @@ class RepeatedLines(logging.Filter):
         super().__init__()
         self._clock = clock
         self._told: OrderedDict[tuple[str, str], tuple[float, int, int]] = OrderedDict()
-        """By logger and line: when it was told last, how many there were, and how many of them since then."""
+        """When a line was told last, how many of it there were, and how many since then; the key has its logger."""
         self._alike: Counter[tuple[str, str]] = Counter()
-        """By logger and the message without its values: its different lines."""
+        """Different lines of one place in the code: the key is the logger and the message without its values."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is told; it says how many like it were not."""

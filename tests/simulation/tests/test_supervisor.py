@@ -507,7 +507,7 @@ async def test_a_port_that_stays_taken_ends_the_run_at_once() -> None:
 async def test_a_bus_error_where_shared_memory_is_full_ends_the_run_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever writes to a page for which there is no room is killed, and would be again."""
+    """A process that writes to a page for which there is no room is killed, and would be again."""
     full: list[str] = []
     monkeypatch.setattr(supervisor, "full_places", lambda: iter(full))
     dies = Life(seconds=60, code=-signal.SIGBUS)

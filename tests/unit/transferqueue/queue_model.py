@@ -61,7 +61,7 @@ class ModelGroup:
     failed_in: int = 0
     """Epoch of the last of them that said that its step failed."""
     died_alone: int = 0
-    """Of the others, those that had nothing else in hand and before which steps were made."""
+    """The others that had nothing else in hand and before which steps were made."""
     settled_before: int = -1
     """Batches settled when the last of these died."""
 

@@ -44,7 +44,7 @@ async def fail(
 
 
 async def give_up(actors: Actors, rows: int, reason: str = NONE) -> None:
-    """So many rows meet the same fault twice each."""
+    """Let rows meet the same fault twice each."""
     for _ in range(2):
         for row in (await actors.lease("reward", rows)).rows:
             await fail(actors, row, reason.format(row.uid.task))

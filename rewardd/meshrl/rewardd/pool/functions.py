@@ -224,7 +224,7 @@ def where(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What is read from the value of a function."""
+    """The numbers in the value of a function."""
 
     score: float
     others: Mapping[str, float]

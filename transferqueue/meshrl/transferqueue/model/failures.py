@@ -1,4 +1,4 @@
-"""What a run remembers of rows that its stages could not finish. In RAM: a queue that starts anew counts anew.
+"""The memory of a run of rows that its stages could not finish. In RAM: a queue that starts anew counts anew.
 
 A fault is lasting if another try would meet it again, as far as the worker can tell: a function raises, or returns no
 score. Where rows die of such faults and nothing else comes, a wait for a batch ends, after a number of rows and not
@@ -25,7 +25,7 @@ MOST_KINDS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastFailure:
-    """What a stage's workers could not do."""
+    """The last row that a stage's workers could not finish."""
 
     count: int
     first: float
@@ -38,7 +38,7 @@ class LastFailure:
 
 @dataclass(frozen=True, slots=True)
 class LastingFault:
-    """What the last try of a row met, at one stage."""
+    """The fault that the last try of a row met, at one stage."""
 
     reason: str
     finished: int
