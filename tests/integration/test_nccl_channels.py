@@ -184,8 +184,7 @@ async def test_a_library_that_another_version_joins_says_so_too() -> None:
         await asyncio.gather(root.kill_and_wait(), other.kill_and_wait())
 
 
-@pytest.mark.parametrize("at", ["join", "warm_up"])
-@pytest.mark.parametrize("end", [0, 1])
+@pytest.mark.parametrize(("at", "end"), [("join", 0), ("warm_up", 1)])
 async def test_a_process_that_hangs_while_it_joins_is_killed_at_the_deadline(
     make: Any, at: str, end: int
 ) -> None:

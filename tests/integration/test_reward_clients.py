@@ -74,29 +74,27 @@ async def test_each_command_works(tmp_path: Path) -> None:
         assert await run_command(service, "retire", "reward", one) == f"reward: {one} is retired\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["submit", "nowhere.py"], "nowhere.py: No such file or directory"),
-        (["submit", "bad.py", "--name", "reward"], "the source, line 1: "),
-        (["submit", "r.py", "--tests", "broken.jsonl"], "broken.jsonl:1: not JSON"),
-        (["submit", "r.py", "--limit", "deadline_s"], "--limit 'deadline_s': want NAME=NUMBER"),
-        (["submit", "r.py", "--limit", "deadline_s=60"], "exceeds what the operator allows (10.0)"),
-        (["show", "nobody"], "no reward is called 'nobody'"),
-        (["compare", "reward", "a", "--samples", "broken.jsonl"], "broken.jsonl:1: not JSON"),
-    ],
-)
-async def test_an_error_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], line: str
-) -> None:
+ERRORS = {
+    "submit nowhere.py": "nowhere.py: No such file or directory",
+    "submit bad.py --name reward": "the source, line 1: ",
+    "submit r.py --tests broken.jsonl": "broken.jsonl:1: not JSON",
+    "submit r.py --limit deadline_s": "--limit 'deadline_s': want NAME=NUMBER",
+    "submit r.py --limit deadline_s=60": "exceeds what the operator allows (10.0)",
+    "show nobody": "no reward is called 'nobody'",
+    "compare reward a --samples broken.jsonl": "broken.jsonl:1: not JSON",
+}
+
+
+async def test_an_error_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text("def f(:\n")
     (tmp_path / "r.py").write_text(source(1))
     (tmp_path / "broken.jsonl").write_text("{\n")
     async with serving(tmp_path) as service:
-        result = await cli(service, *arguments)
-    assert isinstance(result.exception, MeshError)
-    assert line in str(result.exception) and "\n" not in str(result.exception)
+        for words, line in ERRORS.items():
+            result = await cli(service, *words.split())
+            assert isinstance(result.exception, MeshError), words
+            assert line in str(result.exception) and "\n" not in str(result.exception)
 
 
 def test_a_token_is_printed_once_and_only_its_hash_is_stored() -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from meshrl.contract.errors import EndOfDataError, WaitTimeoutError
 from meshrl.contract.rows import FAILED, UNTRAINABLE
-from meshrl.contract.types import Batch, GroupPolicy, RunSpec
+from meshrl.contract.types import Batch, GroupPolicy
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue.model.batches import ALONE_LAST
 from meshrl.transferqueue.queue import TransferQueue
@@ -79,13 +79,11 @@ class Trainers:
         return True
 
 
-@pytest.fixture(params=["memory", "disk"])
-async def opened(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> AsyncIterator[Callable[[RunSpec], AsyncIterator[Actors]]]:
-    store = MemoryStore() if request.param == "memory" else DiskStore(tmp_path / "queue")
-    actors = Actors(await TransferQueue.open(store))
-    yield actors  # type: ignore[misc]
+@pytest.fixture
+async def opened() -> AsyncIterator[Actors]:
+    """Of a queue in memory; what a store keeps of deaths is asked of one on disk below."""
+    actors = Actors(await TransferQueue.open(MemoryStore()))
+    yield actors
     await actors.queue.close()
 
 
