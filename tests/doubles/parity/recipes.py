@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ import torch
 from meshrl.trainer.algorithms.advantages import gigpo, preference, prime, sppo
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch
 from meshrl.trainer.algorithms.advantages.grpo import group_relative
-from meshrl.trainer.algorithms.advantages.prime import detached_dpo, row_cross_entropy
+from meshrl.trainer.algorithms.advantages.prime import row_cross_entropy
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.losses import dpo, ipo
 from meshrl.trainer.algorithms.losses import sppo as sppo_loss
@@ -23,6 +24,7 @@ from tests.doubles.parity.statistics import token_logprobs
 
 IGNORED = -100
 """Label of a token that is not scored."""
+BestOfN = Literal["none", "bon_acc", "bon_rm"]
 
 
 def _numbers(labels: Array) -> torch.Tensor:
@@ -79,6 +81,43 @@ def _cross_entropy(case: Case) -> Found:
     loss = losses.mean()
     (gradient,) = torch.autograd.grad(loss, q)
     return Found(outputs={"loss": loss, "grad_q": padded(gradient, case)})
+
+
+def detached_dpo(
+    ragged: Ragged,
+    q: torch.Tensor,
+    acc: torch.Tensor,
+    sibling_q: torch.Tensor,
+    sibling_acc: torch.Tensor,
+    *,
+    beta: float,
+    best_of_n: BestOfN = "none",
+) -> torch.Tensor:
+    """-log σ(±(β Q - β mean Q_others)): a row against the detached rows of its prompt with the other outcome.
+
+    Args:
+        ragged: B rows.
+        q: [N].
+        acc: [B], 0 or 1.
+        sibling_q: [B, n], Σ_t q_t of the n rows of each row's prompt.
+        sibling_acc: [B, n].
+        beta: β.
+        best_of_n: `none` averages over rows; otherwise rows are weighed by the density of being the best of n,
+            n · F^(n-1) with F the share of siblings that are no better in accuracy or in reward, and summed.
+    """
+    Q = beta * ragged.row_sum(q)
+    correct = (acc > 0).unsqueeze(1)
+    other = torch.where(correct, sibling_acc < acc[:, None], sibling_acc > acc[:, None])
+    count = other.sum(1)
+    others = beta * (sibling_q * other).sum(1) / count.clamp(min=1)
+    sign = (acc > 0).to(Q.dtype) * 2 - 1
+    loss = -torch.nn.functional.logsigmoid((Q - others) * sign)
+    if best_of_n == "none":
+        return loss.mean()
+    n = sibling_acc.shape[1]
+    by_accuracy = best_of_n == "bon_acc"
+    no_better = sibling_acc <= acc[:, None] if by_accuracy else beta * sibling_q <= Q[:, None]
+    return (loss * n * no_better.to(Q.dtype).mean(1).pow(n - 1)).sum()
 
 
 def _detached_dpo(case: Case) -> Found:

@@ -70,7 +70,6 @@ class Options(Config):
 
 
 NEEDS = ("implicit_rewards",)
-BestOfN = Literal["none", "bon_acc", "bon_rm"]
 ACCURACY = "acc"
 """The reward component that is the outcome; without it the reward itself is."""
 DEFAULTS = {
@@ -146,40 +145,3 @@ def row_cross_entropy(ragged: Ragged, q: Tensor, acc: Tensor, *, beta: float) ->
     """BCE(σ(β Σ_t q_t), acc) of each row [B]: q [N], acc [B] in [0, 1]."""
     Q = beta * ragged.row_sum(q)
     return torch.nn.functional.binary_cross_entropy_with_logits(Q, acc, reduction="none")
-
-
-def detached_dpo(
-    ragged: Ragged,
-    q: Tensor,
-    acc: Tensor,
-    sibling_q: Tensor,
-    sibling_acc: Tensor,
-    *,
-    beta: float,
-    best_of_n: BestOfN = "none",
-) -> Tensor:
-    """-log σ(±(β Q - β mean Q_others)): a row against the detached rows of its prompt with the other outcome.
-
-    Args:
-        ragged: B rows.
-        q: [N].
-        acc: [B], 0 or 1.
-        sibling_q: [B, n], Σ_t q_t of the n rows of each row's prompt.
-        sibling_acc: [B, n].
-        beta: β.
-        best_of_n: `none` averages over rows; otherwise rows are weighed by the density of being the best of n,
-            n · F^(n-1) with F the share of siblings that are no better in accuracy or in reward, and summed.
-    """
-    Q = beta * ragged.row_sum(q)
-    correct = (acc > 0).unsqueeze(1)
-    other = torch.where(correct, sibling_acc < acc[:, None], sibling_acc > acc[:, None])
-    count = other.sum(1)
-    others = beta * (sibling_q * other).sum(1) / count.clamp(min=1)
-    sign = (acc > 0).to(Q.dtype) * 2 - 1
-    loss = -torch.nn.functional.logsigmoid((Q - others) * sign)
-    if best_of_n == "none":
-        return loss.mean()
-    n = sibling_acc.shape[1]
-    by_accuracy = best_of_n == "bon_acc"
-    no_better = sibling_acc <= acc[:, None] if by_accuracy else beta * sibling_q <= Q[:, None]
-    return (loss * n * no_better.to(Q.dtype).mean(1).pow(n - 1)).sum()
