@@ -32,7 +32,7 @@ async def balanced(mesh: Mesh, steps: int) -> None:
     assert ledger.balanced, ledger
     assert ledger.trained == steps * 16, ledger
     assert not ledger.resident.get("settled") and not ledger.resident.get("taken"), ledger
-    assert [line["step"] for line in mesh.steps()] == list(range(steps))
+    assert [line["step"] for line in mesh.steps()] == list(range(1, steps + 1))
 
 
 async def kill(pid: int) -> None:
@@ -121,7 +121,7 @@ async def test_a_run_goes_on_whoever_is_killed_and_drains_at_ctrl_c(tmp_path: Pa
     done = len(mesh.steps())
     ledger = await mesh.ledger()
     assert ledger.balanced and ledger.trained == done * 16, (ledger, done)
-    assert [line["step"] for line in mesh.steps()] == list(range(done))
+    assert [line["step"] for line in mesh.steps()] == list(range(1, done + 1))
     for kind in ("light", "torch"):
         assert mesh.output.count(f"services start without the preloader {kind}: ") == 1
     assert "Traceback" not in mesh.output, mesh.output

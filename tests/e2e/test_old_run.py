@@ -78,7 +78,7 @@ def test_a_run_of_0_1_is_resumed_and_ends(folder: Path) -> None:
         json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     trained = [line["step"] for line in lines[before:] if "reward/mean" in line]
-    assert trained == [STEPS_DONE], "only the step that was missing is trained"
+    assert trained == [STEPS_DONE + 1], "only the step that was missing is trained"
     assert (folder / "run" / "export" / "model.safetensors").exists()
 
 
@@ -96,4 +96,4 @@ def test_a_run_that_was_killed_before_much_was_cut_is_listed_resumed_and_ends(
         json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     trained = [line["step"] for line in lines if "reward/mean" in line]
-    assert trained == list(range(STEPS)), "those since the checkpoint are trained anew"
+    assert trained == list(range(1, STEPS + 1)), "those since the checkpoint are trained anew"

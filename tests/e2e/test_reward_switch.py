@@ -99,7 +99,7 @@ def test_a_reward_improved_twice_beside_a_hostile_one_switches_at_batch_boundari
         assert f"scoring: {versions[1]}" in meshrl(mesh, "list")
         process.send_signal(signal.SIGINT)
         mesh.wait(process, code=130)
-    assert [step["step"] for step in mesh.steps()] == list(range(len(mesh.steps())))
+    assert [step["step"] for step in mesh.steps()] == list(range(1, len(mesh.steps()) + 1))
     hashes = [step["reward/hash"] for step in mesh.steps()]
     runs = [version for version, _ in itertools.groupby(hashes)]
     assert runs[1:] == versions  # never back to a version that was superseded

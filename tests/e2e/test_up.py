@@ -41,7 +41,7 @@ def test_a_run_trains_evaluates_exports_and_balances(
     assert not reachable, "nothing listens beyond loopback unasked"
     assert not local, "payload has no way beside gRPC"
     assert not unnamed_files(mesh.run_dir), "docs/reference/run-directory.md names every file"
-    assert [line["step"] for line in mesh.steps()] == [0, 1, 2, 3]
+    assert [line["step"] for line in mesh.steps()] == [1, 2, 3, 4]
     assert [m["step"] for m in mesh.metrics() if "val/score/mean" in m] == [0, 2, 4]
     for line in mesh.steps():
         logged = parquet.read_table(

@@ -69,7 +69,7 @@ def test_a_policy_calls_tools_and_its_steps_are_compared(
     with collector() as (url, got):
         mesh.run("trainer.val_before_train=false", "run.trace=1", f"run.trace_otlp={url}")
     steps = mesh.steps()
-    assert [line["step"] for line in steps] == [0, 1]
+    assert [line["step"] for line in steps] == [1, 2]
     for line in steps:
         assert 2 < line["reward_component/turns"] <= 6
         assert 0.3 < line["response/sampled_share"] < 1

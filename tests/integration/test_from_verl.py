@@ -77,7 +77,7 @@ def test_a_verl_command_is_migrated_and_trains_with_its_files_unchanged(tmp_path
     mesh = Mesh(directory=tmp_path, recipe=made.recipe)
     mesh.run(f"run.dir={mesh.run_dir}")
     steps = mesh.steps()
-    assert [line["step"] for line in steps] == [0, 1]
+    assert [line["step"] for line in steps] == [1, 2]
     assert all(line["reward/mean"] >= 0.25 for line in steps)  # the function's own argument arrived
     assert all(line["source/sums/reward"] == pytest.approx(line["reward/mean"]) for line in steps)
     assert (mesh.export / "model.safetensors").is_file()

@@ -42,7 +42,7 @@ async def test_a_policy_learns_and_every_row_is_accounted_for(
         assert await made.train(12, save_freq=5, max_ckpt_to_keep=1) == 12
         await feeding
         lines = made.lines()
-        assert [line["step"] for line in lines] == list(range(12))
+        assert [line["step"] for line in lines] == list(range(1, 13))
         assert lines[-1]["reward/mean"] > lines[0]["reward/mean"] + 0.2
         assert {line["staleness/max"] for line in lines} == {0}
         # On-policy in float32: the trainer's log-probs are the sampler's.
@@ -110,9 +110,9 @@ async def test_a_killed_run_resumes_to_the_same_bits_as_an_uninterrupted_one(
             await feeding
             ledger = await queue.ledger("run")
             assert ledger.balanced and ledger.trained == 6 * BATCH
-            assert [line["step"] for line in made.lines()] == list(range(6))
+            assert [line["step"] for line in made.lines()] == list(range(1, 7))
             # Each row is logged once, as it was trained: what the killed trainer wrote of later steps is gone.
-            logged = [made.logged(f"step-{step}.parquet") for step in range(6)]
+            logged = [made.logged(f"step-{step}.parquet") for step in range(1, 7)]
             assert len({row["uid"] for rows in logged for row in rows}) == 6 * BATCH
             for line, rows in zip(made.lines(), logged, strict=True):
                 assert sum(r["reward"] for r in rows) / BATCH == pytest.approx(line["reward/mean"])
@@ -188,7 +188,7 @@ async def test_a_trainer_saves_without_the_queue_and_nothing_is_trained_again(
         await feeding
         ledger = await queue.ledger("run")
         assert ledger.balanced and ledger.trained == 4 * BATCH
-        logged = [made.logged(f"step-{step}.parquet") for step in range(4)]
+        logged = [made.logged(f"step-{step}.parquet") for step in range(1, 5)]
         assert len({row["uid"] for rows in logged for row in rows}) == 4 * BATCH
         assert [rows[0]["epoch"] for rows in logged] == [1] * saved + [2] * (4 - saved)
 

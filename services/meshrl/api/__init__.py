@@ -289,7 +289,9 @@ class RunHistory:
     def steps(self) -> int:
         """Optimizer steps done."""
         curve = self._curve(STEP)
-        return int(curve.steps[-1]) + 1 if curve else 0
+        if not curve:
+            return 0
+        return int(curve.steps[-1]) + (curve.steps[0] == 0)  # an older meshrl counted from 0
 
     @property
     def ended_unix_s(self) -> float | None:

@@ -36,10 +36,10 @@ def run_in(directory: Path, step: int = 0) -> LoggedRun:
     return LoggedRun(directory=directory, project="p", name="my", settings=SETTINGS, step=step)
 
 
-def log_two_steps(directory: Path, logger: str, first: int = 0) -> None:
-    sinks = open_loggers([logger], run_in(directory, first))
+def log_two_steps(directory: Path, logger: str, made: int = 0) -> None:
+    sinks = open_loggers([logger], run_in(directory, made))
     log = MetricsLog(directory / "metrics.jsonl", sinks)
-    for step in (first, first + 1):
+    for step in (made + 1, made + 2):
         log.write(step, {"reward/mean": 0.5 + step, "actor/loss": math.nan, "time/step_s": 1.0})
         log.rows(step, "train", table())
     log.close()
@@ -59,14 +59,14 @@ def test_tensorboard_gets_scalars_samples_histograms_settings_and_hides_repeated
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log_two_steps(tmp_path, "tensorboard")
-    log_two_steps(tmp_path, "tensorboard", first=1)
+    log_two_steps(tmp_path, "tensorboard", made=1)
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
     events.Reload()
     tags = events.Tags()
     assert {"reward/mean", "system/trainer_memory_gib"} <= set(tags["scalars"])
     assert set(tags["histograms"]) >= {"histogram/train/reward", "histogram/train/staleness"}
     assert "samples/train/text_summary" in tags["tensors"]
-    assert [event.step for event in events.Scalars("reward/mean")] == [0, 1, 2]
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3]
     text = events.Tensors("samples/train/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "    response: <b>says 39</b>\n      more" in text
     assert "_hparams_/experiment" in events.summary_metadata
@@ -87,16 +87,16 @@ def test_a_logger_calls_its_package_as_that_is_called(
     without_settings(monkeypatch)
     monkeypatch.setitem(sys.modules, package, getattr(recorded_loggers, package)(calls))
     log_two_steps(tmp_path, package)
-    log_two_steps(tmp_path, package, first=1)
+    log_two_steps(tmp_path, package, made=1)
     assert "does not take" not in caplog.text
     logged = [call["data"] for name, call in calls if name == "log"]
     metrics = [data for data in logged if "reward/mean" in data]
-    assert [data["reward/mean"] for data in metrics] == [0.5, 1.5, 1.5, 2.5]
+    assert [data["reward/mean"] for data in metrics] == [1.5, 2.5, 2.5, 3.5]
     assert all("system/trainer_cpu_s" in data for data in metrics)
     shown = [data for data in logged if "reward/mean" not in data]
     assert len(shown) == 4
     if package == "mlflow":
-        told = shown[0]["rows/train-0.json"]
+        told = shown[0]["rows/train-1.json"]
         assert len(told["samples"]) == 16 and sum(told["histograms"]["reward"]["counts"]) == 40
         params = [call["params"] for name, call in calls if name == "log_params"]
         assert params == [{name: str(value) for name, value in SETTINGS.items()}]
@@ -124,7 +124,7 @@ def test_the_real_package_takes_what_it_is_given(
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     without_settings(monkeypatch)
     log_two_steps(tmp_path, package)
-    log_two_steps(tmp_path, package, first=1)
+    log_two_steps(tmp_path, package, made=1)
     assert "does not take" not in caplog.text
     files = [path for path in (tmp_path / package).rglob("*") if path.is_file()]
     for name in ("reward/mean", "system/trainer_cpu_s", "says 39"):

@@ -57,18 +57,34 @@ def test_pairs_that_a_loss_compares_share_a_micro_batch() -> None:
 def test_lines_of_a_history_that_a_crash_undid_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
-    for step in range(4):
+    for step in range(1, 5):
         log.write(step, {"loss": float(step), "bad": math.nan})
+        log.write(step, {"val/score/mean": float(step)})
     log.close()
     with path.open("a") as stream:
-        stream.write('{"step": 4, "lo')  # killed in the middle of a line
+        stream.write('{"step": 5, "lo')  # killed in the middle of a line
     log = MetricsLog(path)
     log.resume_at(2)
-    log.write(2, {"loss": 20.0})
+    log.write(3, {"loss": 30.0})
     log.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["step"], line["loss"]) for line in lines] == [(0, 0.0), (1, 1.0), (2, 20.0)]
+    # Step 2 is in the checkpoint, the evaluation behind it is made again.
+    kept = [(line["step"], line.get("loss")) for line in lines]
+    assert kept == [(1, 1.0), (1, None), (2, 2.0), (3, 30.0)]
     assert lines[0]["bad"] is None
+
+
+def test_a_run_whose_steps_were_counted_from_0_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    old = [{"step": 0, "val/score/mean": 0.1}, *({"step": n, "loss": n} for n in range(3))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in old))
+    log = MetricsLog(path)
+    log.resume_at(2)  # two steps were made: 0 and 1 of theirs
+    log.write(3, {"loss": 2})
+    log.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert [line.get("loss") for line in lines] == [None, 0, 1, 2]
 
 
 def test_a_long_record_of_metrics_is_thinned_from_its_beginning_on(

@@ -69,7 +69,7 @@ async def train(text_model: Path, directory: Path) -> None:
         rows = {row.uid: row for row in rank_work.trajectories()}
         own = [rows[uid] for uid in schedule.uids(0)]
         async with log.step(schedule, 1, Stored()) as observe:
-            metrics.write(step, learner.learn(schedule, own, step, None, observe))
+            metrics.write(step + 1, learner.learn(schedule, own, step, None, observe))
         if step + 1 == SAVED:
             state = TrainerState(
                 run="r", step=SAVED, epoch=1, seed=0, world_size=1, kl_coef=learner.kl_coef
@@ -109,12 +109,12 @@ def change(run_dir: Path, step: int, at: int, name: str, value: Callable[[Any], 
     return str(rows[at]["uid"])
 
 
-@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("step", [1, 3])
 def test_a_step_comes_out_as_it_was_logged(run_dir: Path, replay: Command, step: int) -> None:
     code, out, err = replay(run_dir, "--step", step, "--json")
     made = [json.loads(line) for line in out]
     assert code == 0
-    assert [one["step"] for one in made] == ([0] if step == 0 else [1, 2])
+    assert [one["step"] for one in made] == ([1] if step == 1 else [2, 3])
     for one in made:
         assert one["first"] is None and one["rows"] == len(rank_work.trajectories())
         assert set(one["largest"]) >= {
@@ -124,7 +124,7 @@ def test_a_step_comes_out_as_it_was_logged(run_dir: Path, replay: Command, step:
             "trainer_logprobs",
         }
         assert max(one["largest"].values()) <= 1e-6
-    start = "text" if step == 0 else str(run_dir / "checkpoints")
+    start = "text" if step == 1 else str(run_dir / "checkpoints")
     assert start in err[-1]
 
 
@@ -132,27 +132,27 @@ def test_a_run_without_its_checkpoint_is_replayed_from_the_start(
     run_dir: Path, replay: Command
 ) -> None:
     shutil.rmtree(run_dir / "checkpoints")
-    code, out, _ = replay(run_dir, "--step", "2")
-    assert code == 0 and [line[:7] for line in out] == ["step 0:", "step 1:", "step 2:"]
+    code, out, _ = replay(run_dir, "--step", "3")
+    assert code == 0 and [line[:7] for line in out] == ["step 1:", "step 2:", "step 3:"]
 
 
 def test_the_first_row_that_differs_is_named(run_dir: Path, replay: Command) -> None:
-    uid = change(run_dir, 1, 3, "trainer_logprobs", lambda values: [v * 1.001 for v in values])
-    code, out, _ = replay(run_dir, "--step", "2")
+    uid = change(run_dir, 2, 3, "trainer_logprobs", lambda values: [v * 1.001 for v in values])
+    code, out, _ = replay(run_dir, "--step", "3")
     assert code == 1
     assert f"row {uid}: trainer_logprobs of response token" in out[-1]
-    assert not any(line.startswith("step 2") for line in out)
+    assert not any(line.startswith("step 3") for line in out)
 
 
 def test_a_changed_token_shows_in_its_row(run_dir: Path, replay: Command) -> None:
-    uid = change(run_dir, 2, 4, "response_ids", lambda ids: [(ids[0] + 1) % 30, *ids[1:]])
-    code, out, _ = replay(run_dir, "--step", "2")
+    uid = change(run_dir, 3, 4, "response_ids", lambda ids: [(ids[0] + 1) % 30, *ids[1:]])
+    code, out, _ = replay(run_dir, "--step", "3")
     assert code == 1 and f"row {uid}: trainer_logprobs" in out[-1]
 
 
 def test_a_changed_reward_shows_in_its_row(run_dir: Path, replay: Command) -> None:
-    uid = change(run_dir, 1, 6, "reward", lambda reward: reward + 1)
-    code, out, _ = replay(run_dir, "--step", "1")
+    uid = change(run_dir, 2, 6, "reward", lambda reward: reward + 1)
+    code, out, _ = replay(run_dir, "--step", "2")
     assert code == 1 and f"row {uid}: token_rewards" in out[-1]
 
 
@@ -162,35 +162,43 @@ def test_another_gradient_norm_is_told_where_all_rows_are_the_same(
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     lines[2]["actor/grad_norm"] *= 1 + 1e-5
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    code, out, _ = replay(run_dir, "--step", "2")
-    assert code == 1 and "step 2 differs: actor/grad_norm was logged as" in out[-1]
-    assert replay(run_dir, "--step", "2", "--tolerance", "1e-4")[0] == 0
+    code, out, _ = replay(run_dir, "--step", "3")
+    assert code == 1 and "step 3 differs: actor/grad_norm was logged as" in out[-1]
+    assert replay(run_dir, "--step", "3", "--tolerance", "1e-4")[0] == 0
 
 
 @pytest.mark.parametrize(
     ("gone", "said"),
     [
-        ("trajectories/step-1.parquet", "step-1.parquet is missing"),
+        ("trajectories/step-2.parquet", "step-2.parquet is missing"),
         ("metrics.jsonl", "metrics.jsonl cannot be read"),
         ("mesh.json", "mesh.json"),
     ],
 )
 def test_a_missing_file_is_one_line(run_dir: Path, replay: Command, gone: str, said: str) -> None:
     (run_dir / gone).unlink()
-    code, out, err = replay(run_dir, "--step", "2")
+    code, out, err = replay(run_dir, "--step", "3")
     assert code != 0 and out == []
     assert said in err[-1] and err[-1].startswith("error: ")
 
 
 def test_a_share_of_the_rows_is_not_enough(run_dir: Path, replay: Command) -> None:
-    path = file_of(run_dir / FOLDER, "train", 1)
+    path = file_of(run_dir / FOLDER, "train", 2)
     parquet.write_table(parquet.read_table(path).slice(0, 4), path)
-    code, _, err = replay(run_dir, "--step", "2")
-    assert code == 2 and "has 4 rows, and step 1 was made from 10" in err[-1]
+    code, _, err = replay(run_dir, "--step", "3")
+    assert code == 2 and "has 4 rows, and step 2 was made from 10" in err[-1]
 
 
 def test_a_damaged_checkpoint_is_said_to_be_damaged(run_dir: Path, replay: Command) -> None:
     next((run_dir / "checkpoints").rglob("*.distcp")).write_bytes(b"torn")
-    code, _, err = replay(run_dir, "--step", "2")
+    code, _, err = replay(run_dir, "--step", "3")
     assert code == 1 and "differs from what state.json says" in err[-1]
-    assert replay(run_dir, "--step", "0")[0] == 0  # needs none
+    assert replay(run_dir, "--step", "1")[0] == 0  # needs none
+
+
+def test_a_run_whose_steps_an_older_meshrl_counted_from_0_is_refused(
+    run_dir: Path, replay: Command
+) -> None:
+    file_of(run_dir / FOLDER, "train", 1).rename(file_of(run_dir / FOLDER, "train", 0))
+    code, _, err = replay(run_dir, "--step", "2")
+    assert code == 2 and "an older meshrl counted the steps of this run from 0" in err[-1]

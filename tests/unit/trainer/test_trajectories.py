@@ -151,7 +151,7 @@ async def test_a_step_is_one_file_with_all_that_its_learner_knew(
     log = TrajectoryLog(folder, tokenizer=text_model, keeps_inputs=True)
     _, metrics = await learn(log, text_model, world, steps=2)
     log.close()
-    rows = read(folder, "step-1.parquet")
+    rows = read(folder, "step-2.parquet")
     assert [row["uid"] for row in rows] == sorted(str(row.uid) for row in ROWS)
     tokenizer = Tokenizer.from_file(str(text_model / "tokenizer.json"))
     decoded = partial(tokenizer.decode, skip_special_tokens=False)
@@ -179,7 +179,7 @@ async def test_a_step_is_one_file_with_all_that_its_learner_knew(
         assert told == {
             "data_source": "sums", "response": "says", "worker": "rollout-0", "outcome": "ok"
         }  # fmt: skip
-        assert (row["step"], row["epoch"], row["split"], row["staleness"]) == (1, 1, "train", 1)
+        assert (row["step"], row["epoch"], row["split"], row["staleness"]) == (2, 1, "train", 1)
         assert row["conversation"] == [
             {"role": "assistant", "content": "", "name": None}
             | {"tool_calls": [{"name": "add", "arguments": '{"a": 1}'}]},
@@ -221,7 +221,7 @@ async def test_the_folder_reads_as_one_table_with_rows_of_evaluations(
     assert {row["advantages"] for row in held_out} == {None}
     # A tokenizer that cannot be read, and a run that does not keep what judges saw.
     assert {(row["prompt"], row["token_texts"]) for row in held_out} == {(None, None)}
-    assert {row["messages"] for row in read(tmp_path, "step-0.parquet")} == {None}
+    assert {row["messages"] for row in read(tmp_path, "step-1.parquet")} == {None}
 
 
 async def test_tokens_that_the_policy_did_not_forward_have_no_log_prob(
@@ -236,7 +236,7 @@ async def test_tokens_that_the_policy_did_not_forward_have_no_log_prob(
     async with log.step(made, 1, Stored()) as observe:
         learner.learn(made, [by_uid[uid] for uid in made.uids(0)], 0, None, observe)
     log.close()
-    rows = read(tmp_path, "step-0.parquet")
+    rows = read(tmp_path, "step-1.parquet")
     drawn = {row["uid"] for row in rows if row["trainer_logprobs"][0] is not None}
     assert 0 < len(drawn) < len(rows)
     assert {row["uid"] for row in rows if row["mismatch"] is not None} == drawn
@@ -248,14 +248,14 @@ async def test_a_share_keeps_whole_groups_the_same_ones_in_each_step(
     log = TrajectoryLog(tmp_path, share=0.5)
     await learn(log, tiny_path, world, steps=2)
     log.close()
-    kept = [[row["uid"] for row in read(tmp_path, f"step-{step}.parquet")] for step in (0, 1)]
+    kept = [[row["uid"] for row in read(tmp_path, f"step-{step}.parquet")] for step in (1, 2)]
     assert kept[0] == kept[1] and 0 < len(kept[0]) < len(ROWS)
     assert len(kept[0]) == rank_work.GROUP_SIZE * len({uid.split("/")[1] for uid in kept[0]})
     whole = TrajectoryLog(tmp_path / "whole")
     await learn(whole, tiny_path, world)
     whole.close()
-    every = {row["uid"]: row for row in read(tmp_path / "whole", "step-0.parquet")}
-    for row in read(tmp_path, "step-0.parquet"):
+    every = {row["uid"]: row for row in read(tmp_path / "whole", "step-1.parquet")}
+    for row in read(tmp_path, "step-1.parquet"):
         assert {**row, "time_unix_s": 0} == {**every[row["uid"]], "time_unix_s": 0}
     nothing = TrajectoryLog(tmp_path / "off", share=0.0)
     await learn(nothing, tiny_path, world)
@@ -289,12 +289,12 @@ def test_the_oldest_files_make_room_and_the_newest_stays(tmp_path: Path) -> None
 
 
 def test_a_resumed_run_forgets_rows_of_a_history_that_is_no_more(tmp_path: Path) -> None:
-    for name in ("step-1", "step-2", "step-10", "eval-1", "eval-2", "notes"):
+    for name in ("step-2", "step-3", "step-10", "eval-1", "eval-2", "notes"):
         (tmp_path / f"{name}.parquet").touch()
-    draft_of(tmp_path / "step-3.parquet").touch()
+    draft_of(tmp_path / "step-4.parquet").touch()
     TrajectoryLog(tmp_path).resume_at(2)
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["eval-1.parquet", "notes.parquet", "step-1.parquet"]
+    assert left == ["eval-1.parquet", "notes.parquet", "step-2.parquet"]
     TrajectoryLog(tmp_path / "none").resume_at(0)
 
 
@@ -302,14 +302,14 @@ async def test_a_full_disk_costs_rows_and_one_warning_and_never_a_step(
     tiny_path: Path, world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    for step in (1, 2):
+    for step in (2, 3):
         draft_of(file_of(tmp_path, "train", step)).symlink_to("/dev/full")
     log = TrajectoryLog(tmp_path)
     metrics = await learn(log, tiny_path, world, steps=4)
     log.close()
     assert len(metrics) == 4
-    assert [file.step for file in logged_files(tmp_path)] == [0, 3]
-    assert not any(draft_of(file_of(tmp_path, "train", step)).is_symlink() for step in (1, 2))
+    assert [file.step for file in logged_files(tmp_path)] == [1, 4]
+    assert not any(draft_of(file_of(tmp_path, "train", step)).is_symlink() for step in (2, 3))
     warning, end = [record.message for record in caplog.records if "logged" in record.message]
     assert "No space left on device" in warning
     assert end == "rows are logged again; 2 files are missing"

@@ -211,7 +211,7 @@ def _short(task: str) -> str:
 
 @click.command()
 @names_run()
-@click.option("--step", type=click.IntRange(min=0), required=True, help="As in metrics.jsonl.")
+@click.option("--step", type=click.IntRange(min=1), required=True, help="As in metrics.jsonl.")
 @click.option(
     "--tolerance",
     type=Finite(min=0),
@@ -257,7 +257,7 @@ def replay(named: NamedRun, step: int, tolerance: float, as_json: bool) -> None:
             learner,
             directory / FOLDER,
             directory / recipe.metrics_path.name,
-            range(first, step + 1),
+            range(first + 1, step + 1),
             tolerance=tolerance,
         ):
             same = made.first is None

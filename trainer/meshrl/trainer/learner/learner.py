@@ -363,7 +363,7 @@ class Learner:
         norms = [self._update(mini, work, rate, len(updates)) for mini in updates]
         reported = norms_of("actor", norms)
         if skipped := reported["actor/skipped_updates"]:
-            log.warning("step %d: gradient not finite, %d updates left out", step, skipped)
+            log.warning("step %d: gradient not finite, %d updates left out", step + 1, skipped)
         return {
             **work.tally.over_ranks(self.world),
             **reported,

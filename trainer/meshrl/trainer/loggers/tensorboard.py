@@ -17,7 +17,7 @@ class TensorBoardLogger:
         hparams: Any = summary.hparams
 
         self._writer: Any = SummaryWriter(
-            str(run.directory / "tensorboard"), purge_step=run.step or None
+            str(run.directory / "tensorboard"), purge_step=run.step + 1 if run.step else None
         )
         if run.settings:
             plain = {

@@ -174,7 +174,9 @@ class BatchSource:
                     reason=reason,
                 )
         except (MeshError, TimeoutError) as untold:
-            log.warning("step %d: the queue was not told that it failed: %s", batch.step, untold)
+            log.warning(
+                "step %d: the queue was not told that it failed: %s", batch.step + 1, untold
+            )
 
     @property
     def metrics(self) -> dict[str, Json]:
@@ -211,7 +213,7 @@ class BatchSource:
         while True:
             self._interrupt.clear()
             if self._leaving:
-                log.info("run %s: draining before step %d", run, step)
+                log.info("run %s: draining before step %d", run, step + 1)
                 return LoopCommand.DRAIN
             taking = asyncio.ensure_future(
                 self._batches.take(
@@ -238,7 +240,7 @@ class BatchSource:
             except EndOfDataError as error:
                 if sampling.batch.rows:
                     return sampling.batch
-                log.info("run %s: the data end before step %d: %s", run, step, error)
+                log.info("run %s: the data end before step %d: %s", run, step + 1, error)
                 return LoopCommand.END
 
     async def _drop_unjudged(self, epoch: int, step: int) -> bool:

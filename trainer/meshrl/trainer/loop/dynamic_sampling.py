@@ -132,14 +132,14 @@ class DynamicSampling:
             return False
         if not self._kept:
             raise UserError(
-                f"run {self._run}: {limit} takes for step {taken.step} and no group worth a step"
+                f"run {self._run}: {limit} takes for step {taken.step + 1} and no group worth a step"
                 f" ({dict(self._dropped)}): the prompts are all too easy or too hard, or the reward is constant;"
                 " see algorithm.filter_groups"
             )
         log.warning(
             "run %s: step %d is made from %d of %d groups: %d takes are the limit",
             self._run,
-            taken.step,
+            taken.step + 1,
             self._kept,
             self._groups,
             limit,

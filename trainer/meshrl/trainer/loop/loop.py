@@ -127,7 +127,7 @@ class Trainer:
         self._publisher = publisher
         self._metrics = metrics
         self._trajectories = trajectories
-        self._profiled_step = PROFILED_AFTER
+        self._profiled_step = PROFILED_AFTER + 1
         self._checkpointer = AsyncCheckpointer(context, step=state.step)
         self._turns = turns or Always()
         self.status = LiveStatus(
@@ -211,7 +211,7 @@ class Trainer:
             async with self._log_rows(schedule) as observe, self._telling_of_parts(batch):
                 metrics = await self._compute.run(
                     self._profiled(
-                        batch.step,
+                        batch.step + 1,
                         lambda: self._learner.learn(schedule, rows, batch.step, baselines, observe),
                     )
                 )
@@ -219,7 +219,7 @@ class Trainer:
         if self._world.is_main and tracing.is_on():
             trained = (row.uid for row in batch.rows)
             tracing.record_rows(
-                "learn", trained, began_ns, step=batch.step, epoch=self._state.epoch
+                "learn", trained, began_ns, step=batch.step + 1, epoch=self._state.epoch
             )
         tokens = sum(row.num_tokens for row in batch.rows)
         self._state = dataclasses.replace(
@@ -237,7 +237,7 @@ class Trainer:
         metrics |= self._source.metrics | (self._rewards.metrics if self._rewards else {})
         metrics = self.status.stepped(metrics, staleness, tokens)
         if self._metrics:
-            self._metrics.write(batch.step, metrics)
+            self._metrics.write(self.step, metrics)
         return True
 
     @asynccontextmanager
@@ -258,10 +258,10 @@ class Trainer:
                 await self._source.tell_of_failure(batch, self._state.epoch, error)
             if 2 * len(batch.groups) > self._settings.batch_groups:
                 raise
-            log.exception("step %d: a part of a batch cannot be trained", batch.step)
+            log.exception("step %d: a part of a batch cannot be trained", batch.step + 1)
             groups = counted(len(batch.groups), "group")
             raise PartFailedError(
-                f"step {batch.step} of {groups}: {type(error).__name__}: {error}"
+                f"step {batch.step + 1} of {groups}: {type(error).__name__}: {error}"
             ) from error
 
     async def _fetched(self, batch: Batch) -> Fetched | None:
@@ -392,7 +392,7 @@ class Trainer:
 
     async def _begin(self) -> None:
         await self._checkpointer.open()
-        self._profiled_step = self.step + PROFILED_AFTER
+        self._profiled_step = self.step + PROFILED_AFTER + 1
         self.status.resumed(Version(self._state.epoch, self.step), self._state.rows_trained)
         if self._metrics:
             self._metrics.resume_at(self.step)

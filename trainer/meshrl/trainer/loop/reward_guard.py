@@ -125,7 +125,9 @@ class RewardVersionGuard:
         scoring = self._taking[batch_id]
         await asyncio.wait({scoring}, timeout=max(wait_s, 0.01))
         if not scoring.done():
-            raise WaitTimeoutError(f"step {step}: rows are being scored with version {self._hash}")
+            raise WaitTimeoutError(
+                f"step {step + 1}: rows are being scored with version {self._hash}"
+            )
         if scoring.cancelled() or scoring.exception() is not None:
             del self._taking[batch_id]
         return scoring.result()
@@ -179,7 +181,7 @@ class RewardVersionGuard:
             return batch
         log.info(
             "step %d: %d of %d rows are scored again, with version %s",
-            batch.step,
+            batch.step + 1,
             len(outdated),
             len(uids),
             current,
@@ -192,7 +194,7 @@ class RewardVersionGuard:
         await self._queue.filter(batch.run, epoch=epoch, uids=leaving, reason=REASON)
         groups = tuple(group for group in batch.groups if group.task not in tasks)
         if not groups:
-            raise InfraError(f"reward version {current} scores no row of step {batch.step}")
+            raise InfraError(f"reward version {current} scores no row of step {batch.step + 1}")
         return replace(batch, groups=groups)
 
     async def _version_of(self, hashes: Sequence[str]) -> str:
@@ -208,8 +210,8 @@ class RewardVersionGuard:
 
     def _refused(self, found: str) -> UserError:
         return UserError(
-            f"the batch of step {self._step} has rows of {found}, and this trainer knows no reward service to score"
-            " them again: give --reward HOST:PORT, or set reward.mixed_versions=allow"
+            f"the batch of step {self._step + 1} has rows of {found}, and this trainer knows no reward service to"
+            " score them again: give --reward HOST:PORT, or set reward.mixed_versions=allow"
         )
 
     async def _score_again(self, run: str, uids: Sequence[Uid], current: str) -> Collection[Uid]:

@@ -58,8 +58,8 @@ class LiveStatus:
             key = f"time/{name or phase}_s"
             self._spent[key] = self._spent.get(key, 0.0) + time.monotonic() - begin
             if tracing.is_on():
-                # A version is published in the step that made it.
-                step = max(0, self.version.step - (phase is TrainerPhase.PUBLISHING))
+                # A version is published in the step that made it; the first one has none.
+                step = self.version.step + (phase is not TrainerPhase.PUBLISHING)
                 tracing.record_step(
                     name or phase.value, self._run, self.version.epoch, step, began_ns
                 )
@@ -87,8 +87,8 @@ class LiveStatus:
         self._step_began += seconds
         if tracing.is_on():
             began_ns = time.time_ns() - int(seconds * 1e9)
-            step = self.version.step - 1
-            tracing.record_step("step", self._run, self.version.epoch, step, began_ns, root=True)
+            made = self.version
+            tracing.record_step("step", self._run, made.epoch, made.step, began_ns, root=True)
         self._recent.append((seconds, tokens))
         self._staleness.update(staleness)
         self._samples += sum(staleness.values())

@@ -31,10 +31,11 @@ MAX_BYTES = 64 << 20
 class MetricsLog:
     """Appends one JSON object per line to metrics.jsonl and hands them to other sinks.
 
-    A line has `step` (the training step it tells of) and its values; several lines may share a step (training,
-    evaluation). What a killed trainer wrote after its last checkpoint tells of a history that is no more:
-    `resume_at` drops it. At `max_bytes` every second line of the older half is left out: the file still tells of the
-    whole run, of what is long ago in fewer steps. While the disk is full, lines wait in memory.
+    A line has `step` (the training step it tells of, from 1, or the last one before an evaluation) and its values;
+    several lines may share a step (training, evaluation). What a killed trainer wrote after its last checkpoint
+    tells of a history that is no more: `resume_at` drops it. At `max_bytes` every second line of the older half is
+    left out: the file still tells of the whole run, of what is long ago in fewer steps. While the disk is full, lines
+    wait in memory.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class MetricsLog:
         self._file.open()
 
     def resume_at(self, step: int) -> None:
-        """Drop lines of steps >= `step`, and a last line that was cut short.
+        """Drop lines of steps and evaluations after `step` was made, and a last line that was cut short.
 
         Raises:
             OSError: the disk refuses; the file is as it was.
         """
-        self._replace([line for line in self._lines() if _step_of(line) < step])
+        self._replace(
+            [line for line in _from_1(self._lines()) if _step_of(line) < step + _is_training(line)]
+        )
 
     def write(self, step: int, values: Mapping[str, Json]) -> None:
         """One line; values that are numbers go to the sinks too. Not-finite numbers become null in the file."""
@@ -144,11 +147,28 @@ def _thinned(lines: Sequence[str]) -> Iterator[str]:
     seen: Counter[bool] = Counter()
     older = len(lines) // 2
     for line in lines[:older]:
-        is_evaluation = '"val/' in line
-        seen[is_evaluation] += 1
-        if seen[is_evaluation] % 2:
+        kind = _is_training(line)
+        seen[kind] += 1
+        if seen[kind] % 2:
             yield line
     yield from lines[older:]
+
+
+def _is_training(line: str) -> bool:
+    return '"val/' not in line
+
+
+def _from_1(lines: Sequence[str]) -> Iterator[str]:
+    """The lines of a run, also of one whose training steps an older meshrl counted from 0."""
+    shift: int | None = None
+    for line in lines:
+        training = _is_training(line)
+        if training and shift is None:
+            shift = 1 if _step_of(line) == 0 else 0
+        if training and shift and _step_of(line) < math.inf:
+            values = json.loads(line)
+            line = json.dumps(values | {"step": values["step"] + shift})
+        yield line
 
 
 def _step_of(line: str) -> float:

@@ -135,14 +135,20 @@ class TrajectoryLog:
         self._bytes = 0
 
     def resume_at(self, step: int) -> None:
-        """Remove the files of steps >= `step`, which tell of a history that is no more, and drafts."""
+        """Remove files of what followed when `step` was made, which tell of a history that is no more, and drafts."""
         self._files = None
         try:
-            gone = [file.path for file in logged_files(self._folder) if file.step >= step]
+            # An older meshrl counted the steps of a run from 0.
+            of_step = 0 if file_of(self._folder, "train", 0).exists() else 1
+            gone = [
+                file.path
+                for file in logged_files(self._folder)
+                if file.step >= step + of_step * (file.split == "train")
+            ]
             for path in (*gone, *self._folder.glob(".*.writing")):
                 path.unlink(missing_ok=True)
         except OSError as error:
-            log.warning("%s: rows of steps from %d on stay: %s", self._folder, step, error)
+            log.warning("%s: rows of steps after %d stay: %s", self._folder, step, error)
 
     @asynccontextmanager
     async def step(
@@ -160,7 +166,7 @@ class TrajectoryLog:
         learned: list[Learned] = []
         batch = schedule.batch
         reading = asyncio.create_task(
-            _fetched(batches, batch.run, rows, self._columns), name=f"log-rows-{batch.step}"
+            _fetched(batches, batch.run, rows, self._columns), name=f"log-rows-{batch.step + 1}"
         )
         try:
             yield learned.append
@@ -168,21 +174,21 @@ class TrajectoryLog:
         finally:
             reading.cancel()
         if columns is None:
-            self._miss(f"the rows of step {batch.step} could not be read")
+            self._miss(f"the rows of step {batch.step + 1} could not be read")
             return
         now = time.time()
 
         def made() -> LoggedStep:
             return LoggedStep(
                 split="train",
-                step=batch.step,
+                step=batch.step + 1,
                 epoch=epoch,
                 time_unix_s=now,
                 rows=_rows(rows, columns),
                 per_token=per_token(learned[0], chosen),
             )
 
-        self._hand_over(made, f"step {batch.step}")
+        self._hand_over(made, f"step {batch.step + 1}")
 
     def evaluated(
         self, version: Version, tasks: Mapping[str, Task], rows: Sequence[Trajectory]

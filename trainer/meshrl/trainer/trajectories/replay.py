@@ -84,7 +84,7 @@ def starting_point(root: Path, step: int) -> Path | None:
     Raises:
         CorruptError: there are such checkpoints, all damaged.
     """
-    before = [(v, path) for v, path in checkpoint.complete(root) if v.step <= step]
+    before = [(v, path) for v, path in checkpoint.complete(root) if v.step < step]
     problem: CorruptError | None = None
     for _, path in sorted(before, key=lambda one: (one[0].step, one[0].epoch), reverse=True):
         try:
@@ -121,6 +121,10 @@ def replay(
         raise UserError("what the teacher thinks likeliest is not logged: no replay")
     if learner.trains_parts:
         raise UserError("rows of several branches are logged as one sequence: no replay")
+    if file_of(folder, "train", 0).is_file():
+        raise UserError(
+            f"{folder}: an older meshrl counted the steps of this run from 0: replay it with that one"
+        )
     for step in steps:
         if not file_of(folder, "train", step).is_file():
             raise UserError(f"{file_of(folder, 'train', step)} is missing: its rows are needed")
@@ -145,13 +149,13 @@ def _replayed(
         )
     batch = Batch.of_rows(
         [_manifest(row) for row in logged], batch_id="replay", run=logged[0]["uid"].split("/")[0],
-        step=step,
+        step=step - 1,
     )  # fmt: skip
     schedule = learner.schedule(batch)
     rows = {row["uid"]: row for row in logged}
     own = [_trajectory(rows[str(uid)], learner, folder) for uid in schedule.uids(0)]
     found: list[Learned] = []
-    computed = learner.learn(schedule, own, step, None, found.append)
+    computed = learner.learn(schedule, own, step - 1, None, found.append)
     columns = per_token(found[0], range(len(schedule.rows)))
     largest: dict[str, float] = {}
     first: Difference | None = None
@@ -205,7 +209,7 @@ def _compared(
 
 def _manifest(row: Mapping[str, Any]) -> BatchRow:
     versions = [Version(span["epoch"], span["step"]) for span in row["spans"]]
-    nothing = Version(row["epoch"], row["step"] - row["staleness"])
+    nothing = Version(row["epoch"], row["step"] - 1 - row["staleness"])
     return BatchRow(
         uid=Uid.parse(row["uid"]),
         group=row["task"],

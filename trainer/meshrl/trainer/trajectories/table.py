@@ -53,6 +53,7 @@ class LoggedStep:
 
     split: Split
     step: int
+    """The one that was made of them; of an evaluation: the last one before it."""
     epoch: int
     time_unix_s: float
     rows: Sequence[LoggedRow]
@@ -170,7 +171,8 @@ class TableBuilder:
         made = [row.trajectory for row in rows]
         uids = [each.uid for each in made]
         samples = [row.sample for row in rows]
-        oldest = [min((s.version.step for s in m.spans), default=step.step) for m in made]
+        before = step.step - (step.split == "train")  # the version that the step was made from
+        oldest = [min((s.version.step for s in m.spans), default=before) for m in made]
         return {
             "uid": list(map(str, uids)),
             "task": [uid.task for uid in uids],
@@ -195,7 +197,7 @@ class TableBuilder:
                 [(name, _utf8(text)) for name, text in each.reward_texts.items()] for each in made
             ],
             "reward_hash": [each.reward_hash or None for each in made],
-            "staleness": [max(0, step.step - each) for each in oldest],
+            "staleness": [max(0, before - each) for each in oldest],
             "outcome": [row.outcome for row in rows],
             "worker": [each.replica or None for each in made],
             **_times(made, step.time_unix_s),
