@@ -43,7 +43,7 @@ OF_BACKUPS = [
 def here(tmp_path: Path, talking_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.unpack_archive(ARCHIVE, tmp_path)
     monkeypatch.chdir(tmp_path)
-    row = {"prompt": "1+1?", "answer": "2", "data_source": "gsm8k"}
+    row = {"prompt": "1+1?", "answer": "2", "data_source": "openai/gsm8k"}
     (tmp_path / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
     recipe = {
         "model": {"path": str(talking_model)},

@@ -260,6 +260,17 @@ ROWS: list[tuple[str, Any, str]] = [
         b"\x1f\x8b",
         "t.jsonl.gz: want .csv, .json, .jsonl or .parquet, or name a reader of your own",
     ),
+    (
+        "t.csv",
+        "prompt,answer,answer\na,b,c\n",
+        "t.csv:1: two columns are called 'answer'; want one of each name",
+    ),
+    (
+        "t.jsonl",
+        '{"prompt": "x", "answer": ' + "[" * 800 + "]" * 800 + "}\n",
+        "t.jsonl:1: the row is nested too deeply; want fewer levels",
+    ),
+    ("t.jsonl", [{**GOOD, "data_source": ["a"]}], "t.jsonl:1: data_source is ['a'], want text"),
     ("t.parquet", b"PAR1", "t.parquet: not a readable parquet file: "),
 ]
 """A file of training data, and what is said of it behind its key."""

@@ -58,7 +58,14 @@ def rows_of(path: Path, reader: str | None = None) -> Iterator[FileRow]:
     if not has_reader(path, reader):
         raise UserError(f"{path}: cannot read {path.suffix or 'this'} (want {readable_files()})")
     read: Read = plugins.load(READERS, reader or path.suffix[1:], "read")
-    return map(lambda row: FileRow(f"{path}:{row[0]}", _without_nan(row[1])), read(path))
+    return map(lambda row: _file_row(f"{path}:{row[0]}", row[1]), read(path))
+
+
+def _file_row(where: str, values: dict[str, Any]) -> FileRow:
+    try:
+        return FileRow(where, _without_nan(values))
+    except RecursionError as error:
+        raise UserError(f"{where}: the row is nested too deeply; want fewer levels") from error
 
 
 def _without_nan(value: Any) -> Any:

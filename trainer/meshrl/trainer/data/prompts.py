@@ -211,6 +211,9 @@ def read_prompt_row(source: FileRow, config: DataConfig, *, pictures: bool = Fal
     extra_info = row.get("extra_info") or {}
     if not isinstance(extra_info, Mapping):
         raise UserError(f"{where}: extra_info is {type(extra_info).__name__}, want an object")
+    source_name = row.get("data_source") or ""
+    if not isinstance(source_name, str | int):
+        raise UserError(f"{where}: data_source is {source_name!r:.40}, want text")
     key, answer = _ground_truth(source, config)
     refuse_what_json_lacks(answer, where, key)
     refuse_what_json_lacks(extra_info, where, "extra_info")
@@ -221,7 +224,7 @@ def read_prompt_row(source: FileRow, config: DataConfig, *, pictures: bool = Fal
         ground_truth=answer,
         response=row.get(config.response_key) if config.response_key else answer,
         extra_info=extra_info,
-        data_source=str(row.get("data_source") or ""),
+        data_source=str(source_name),
     )
 
 

@@ -19,11 +19,15 @@ def read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file, strict=True)
+            names = rows.fieldnames or ()
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise UserError(
+                    f"{path}:1: two columns are called {twice[0]!r}; want one of each name"
+                )
             for row in rows:
                 where = f"{path}:{rows.line_num}"
                 if None in row or None in row.values():
-                    names = ", ".join(rows.fieldnames or ())
-                    raise UserError(f"{where}: want one field for each of {names}")
+                    raise UserError(f"{where}: want one field for each of {', '.join(names)}")
                 yield rows.line_num, row
     except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a readable csv file: {error}") from error
