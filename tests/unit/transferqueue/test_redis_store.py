@@ -13,7 +13,14 @@ import pytest
 import trustme
 from redis.asyncio import Redis
 
-from meshrl.contract.errors import CapacityError, CorruptError, InfraError, MeshError, UserError
+from meshrl.contract.errors import (
+    CapacityError,
+    CorruptError,
+    InfraError,
+    MeshError,
+    UnavailableError,
+    UserError,
+)
 from meshrl.launcher.address_book import free_port
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue.config import QueueConfig
@@ -76,6 +83,15 @@ async def eventually(call: Callable[[], Any]) -> Any:
         try:
             return await call()
         except MeshError:
+            await asyncio.sleep(0.02)
+
+
+async def room(store: RedisStore) -> None:
+    """Return when there is room for a byte."""
+    async with asyncio.timeout(20):
+        while True:
+            with suppress(CapacityError):
+                return store.check_room(1)
             await asyncio.sleep(0.02)
 
 
@@ -337,6 +353,95 @@ async def test_rows_may_not_use_the_reserve_of_maxmemory_but_may_leave(
     await actors.commit(1)
     assert (await actors.ledger()).trained == 4
     await actors.queue.close()
+
+
+async def test_room_is_asked_for_again_by_those_who_were_refused(server: RedisServer) -> None:
+    timing = Timing(ask_memory_every_s=0.0)
+    async with loaded(server.url, timing=timing, reserve_bytes=0) as store:
+        with server.client() as client:
+            client.config_set("maxmemory", 1 << 16)
+            await store.apply(put(1))
+            with pytest.raises(CapacityError, match="bytes free of Redis' maxmemory"):
+                store.check_room(1)
+            client.config_set("maxmemory", 0)
+        # Nobody commits anything from here on.
+        await room(store)
+
+
+async def test_a_limit_that_is_kept_in_reserve_is_refused(server: RedisServer) -> None:
+    with server.client() as client:
+        client.config_set("maxmemory", 64 << 20)
+    with pytest.raises(
+        UserError, match=r"maxmemory 67108864, and queue\.reserve_bytes keeps 67108864"
+    ):
+        await TransferQueue.open(store_of(server.url, reserve_bytes=64 << 20))
+
+
+async def test_a_redis_without_a_file_is_told(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with server.client() as client:
+        client.config_set("appendonly", "no")
+    async with loaded(server.url):
+        assert "a restart of Redis loses the whole queue" in caplog.text
+
+
+LESS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no file": ("always", {"appendonly": "no"}, "has appendonly no"),
+    "seldom on disk": ("always", {"appendfsync": "everysec"}, "appendfsync everysec"),
+    "evicts": ("none", {"maxmemory": 1 << 30, "maxmemory-policy": "allkeys-lru"}, "evicts keys"),
+}
+
+
+@pytest.mark.parametrize(
+    ("setting", "may_ask"),
+    [*((setting, True) for setting in LESS), ("no file", False), ("evicts", False)],
+)
+async def test_no_rows_are_taken_while_a_setting_promises_too_little(
+    server: RedisServer, setting: str, may_ask: bool
+) -> None:
+    """Where CONFIG may not be asked, INFO shows all but `appendfsync`."""
+    durability, changes, says = LESS[setting]
+    timing = Timing(ask_memory_every_s=0.0)
+    with server.client() as client:
+        before = {key: client.config_get(key)[key] for key in changes}
+        if not may_ask:
+            rights = {"enabled": True, "nopass": True, "keys": ["*"], "channels": ["*"]}
+            client.acl_setuser("admin", commands=["+@all"], **rights)
+            client.acl_setuser("default", commands=["+@all", "-config"], **rights)
+            client.execute_command("AUTH", "admin", "")
+        asked = {"timing": timing, "durability": durability, "reserve_bytes": 0}
+        async with loaded(server.url, **asked) as store:
+            store.check_room(1)
+            for key, value in changes.items():
+                client.config_set(key, value)
+            await store.apply(put(1))
+            with pytest.raises(CapacityError, match=says):
+                store.check_room(1)
+            for key, value in before.items():
+                client.config_set(key, value)
+
+            await room(store)
+            await store.apply(put(2))
+
+
+async def test_a_queue_ends_before_it_writes_beside_evicted_rows(server: RedisServer) -> None:
+    actors = Actors(await TransferQueue.open(store_of(server.url)))
+    await actors.start()
+    await actors.feed(tasks(2))
+    with server.client() as client:
+        (sequence,) = client.hmget("meshrl:{q}:head", "sequence")
+        client.delete("meshrl:{q}:payload")  # as an eviction does
+        with pytest.raises(
+            UnavailableError, match="payload holds 0 records of 2: Redis has evicted"
+        ):
+            await actors.publish(1)
+        error = await asyncio.wait_for(actors.queue.lost(), 10)
+        assert "restore a backup" in error.message
+        assert client.hmget("meshrl:{q}:head", "sequence") == [sequence]
+    await actors.queue.close()
+    with pytest.raises(UserError, match="payload holds 0 records of 2"):
+        await TransferQueue.open(store_of(server.url))
 
 
 async def test_unknown_formats_and_foreign_keys_are_refused(server: RedisServer) -> None:

@@ -51,7 +51,11 @@ class OwnerLostError(UnavailableError):
     """Another queue owns the store now; this one cannot serve any more."""
 
 
-LOST: Final = (OwnerLostError, BrokenDiskError)
+class RowsEvictedError(UnavailableError):
+    """The store's server has dropped records by itself."""
+
+
+LOST: Final = (OwnerLostError, BrokenDiskError, RowsEvictedError)
 """Errors of a store after which this queue ends."""
 
 

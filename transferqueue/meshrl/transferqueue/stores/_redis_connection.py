@@ -10,7 +10,8 @@ Beside it are the scripts that the redis store runs inside Redis: each is one at
 fencing token, and runs completely or not at all, in memory and in the append-only file alike. It may exceed
 `maxmemory` (allow-oom): rows must be able to leave when Redis is full; calls that let rows in ask `check_room` first.
 
-    head      hash: format, owner, generation (fencing token), name, sequence (number of the last commit)
+    head      hash: format, owner, generation (fencing token), name, sequence (number of the last commit), and for the
+              commit `counted` how many records `meta` and `payload` had after it
     meta      hash: the table META
     payload   hash: the table PAYLOAD
     staged:*  lists: puts of a commit that is too big for one command, until the commit takes them in
@@ -21,8 +22,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -39,11 +41,13 @@ from redis.exceptions import (
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
+    ResponseError,
     TimeoutError,
 )
 
 from meshrl.common.sockets import has_secret, keep_secret
 from meshrl.contract.errors import CapacityError, InfraError, MeshError, UserError
+from meshrl.transferqueue.store import Operation, Table
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +57,28 @@ ANSWER_S: Final = 30.0
 """A server that is silent for longer than this in the middle of a command counts as gone."""
 LONGEST_PAUSE_S: Final = 1.0
 CANCEL_AGAIN_S: Final = 0.1
+_RANK: Final = {"none": 0, "no": 0, "everysec": 1, "always": 2}
+"""Compares `queue.durability` with Redis' `appendfsync`."""
 _TRY_AGAIN = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, MasterDownError)
 _REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of one queue; the braces keep them on one slot."""
+
+    prefix: str
+
+    def __getitem__(self, name: str) -> str:
+        return f"meshrl:{{{self.prefix}}}:{name}"
+
+    def tables(self) -> list[str]:
+        """META and PAYLOAD, in the order that the scripts expect."""
+        return [self[table] for table in Table]
+
+    def staged(self) -> list[str]:
+        """The staged parts of META and PAYLOAD, in the same order."""
+        return [self[f"staged:{table}"] for table in Table]
 
 
 class RedisConnection:
@@ -236,6 +260,53 @@ def bare(url: str) -> str:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
 
 
+def in_parts(operations: Sequence[Operation], table: Table, limit: int) -> Iterator[list[bytes]]:
+    """Keys and values put into `table`, in lists of up to `limit` bytes; the last may be empty."""
+    part: list[bytes] = []
+    size = 0
+    for operation in operations:
+        if operation.table is not table or operation.value is None:
+            continue
+        if part and size + len(operation.value) > limit:
+            yield part
+            part, size = [], 0
+        part += [operation.key, operation.value]
+        size += len(operation.key) + len(operation.value)
+    yield part
+
+
+async def settings_of(client: Redis) -> dict[str, str]:
+    """The settings on which its promises depend; without `appendfsync` where only INFO may be asked."""
+    try:
+        found = await client.config_get("append*") | await client.config_get("maxmemory*")
+    except ResponseError:
+        info = await client.info("memory") | await client.info("persistence")
+        found = {
+            "appendonly": "yes" if info.get("aof_enabled") else "no",
+            "maxmemory": info.get("maxmemory", 0),
+            "maxmemory-policy": info.get("maxmemory_policy", ""),
+        }
+    return {str(key): str(value) for key, value in found.items()}
+
+
+def broken_promise(name: str, found: Mapping[str, str], durability: str) -> str:
+    """The promise that these settings of the Redis `name` break, and what to set; empty: none."""
+    fsync = found.get("appendfsync", durability)
+    has = fsync if found["appendonly"] == "yes" else "no"
+    if _RANK[durability] > _RANK[has]:
+        return (
+            f"queue.durability is {durability} and redis at {name} has appendonly {found['appendonly']},"
+            f" appendfsync {fsync}: CONFIG SET it to appendonly yes, appendfsync {durability}, or set"
+            " queue.durability=none"
+        )
+    if int(found["maxmemory"]) and found["maxmemory-policy"].startswith("allkeys"):
+        return (
+            f"redis at {name} evicts keys when it is full (maxmemory-policy {found['maxmemory-policy']}): rows"
+            " would be lost; want noeviction"
+        )
+    return ""
+
+
 CLAIM: Final = """#!lua flags=allow-oom
 -- KEYS head meta payload staged:meta staged:payload; ARGV format owner name generation channels
 local head = redis.call('HMGET', KEYS[1], 'format', 'owner', 'generation', 'name', 'sequence')
@@ -288,6 +359,13 @@ COMMIT: Final = f"""#!lua flags=allow-oom
 -- ARGV owner generation sequence staged-meta staged-payload puts-meta puts-payload deletes-meta, then the items:
 -- keys and values put into META, then PAYLOAD, keys deleted from META, then PAYLOAD
 {_FENCE}
+local kept = redis.call('HMGET', KEYS[1], 'counted', 'meta', 'payload')
+for table = 0, 1 do
+  local records = redis.call('HLEN', KEYS[2 + table])
+  if kept[1] == head[3] and records ~= tonumber(kept[2 + table]) then
+    return {{'evicted', KEYS[2 + table], tostring(records), kept[2 + table]}}
+  end
+end
 for table = 0, 1 do
   if redis.call('LLEN', KEYS[4 + table]) ~= tonumber(ARGV[4 + table]) then return {{'unstaged'}} end
 end
@@ -310,10 +388,11 @@ each('HSET', KEYS[2], 9, payload - 1)
 each('HSET', KEYS[3], payload, gone - 1)
 each('HDEL', KEYS[2], gone, gone_payload - 1)
 each('HDEL', KEYS[3], gone_payload, #ARGV)
-redis.call('HSET', KEYS[1], 'sequence', ARGV[3])
+redis.call('HSET', KEYS[1], 'sequence', ARGV[3], 'counted', ARGV[3],
+  'meta', redis.call('HLEN', KEYS[2]), 'payload', redis.call('HLEN', KEYS[3]))
 return {{'done'}}
 """
-"""Commit everything of one `apply`, and its number."""
+"""Commit everything of one `apply`, and its number; nothing where records are gone that no commit deleted."""
 
 RELEASE: Final = """#!lua flags=allow-oom
 -- KEYS head; ARGV owner generation

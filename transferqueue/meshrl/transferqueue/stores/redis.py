@@ -20,7 +20,8 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -28,19 +29,28 @@ from typing import IO, Any, Final
 from uuid import uuid4
 
 from redis.asyncio import Redis
-from redis.exceptions import NoPermissionError, ResponseError
 
 from meshrl.common.files import check_private_file
-from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
+from meshrl.contract.errors import CapacityError, CorruptError, InfraError, MeshError, UserError
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.several_processes import processes_noted, refusal
-from meshrl.transferqueue.store import FORMAT, Operation, OwnerLostError, Table
+from meshrl.transferqueue.store import (
+    FORMAT,
+    Operation,
+    OwnerLostError,
+    RowsEvictedError,
+    Table,
+)
 from meshrl.transferqueue.stores._redis_connection import (
     CLAIM,
     COMMIT,
     RELEASE,
     STAGE,
+    Keys,
     RedisConnection,
+    broken_promise,
+    in_parts,
+    settings_of,
 )
 
 log = logging.getLogger(__name__)
@@ -57,26 +67,6 @@ _SPOOLED: Final = struct.Struct("<BIQ")
 """Before each record of an export's file: its table, the bytes of its key and of its value."""
 READ_KEYS: Final = 1024
 SCAN_RECORDS: Final = 2000
-_RANK: Final = {"none": 0, "no": 0, "everysec": 1, "always": 2}
-"""Compares `queue.durability` with Redis' `appendfsync`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The keys of one queue; the braces keep them on one slot."""
-
-    prefix: str
-
-    def __getitem__(self, name: str) -> str:
-        return f"meshrl:{{{self.prefix}}}:{name}"
-
-    def tables(self) -> list[str]:
-        """META and PAYLOAD, in the order that the scripts expect."""
-        return [self[table] for table in Table]
-
-    def staged(self) -> list[str]:
-        """The staged parts of META and PAYLOAD, in the same order."""
-        return [self[f"staged:{table}"] for table in Table]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +112,12 @@ class RedisStore:
         """Held by a commit, and by an export, which shows one moment."""
         self._free: float = float("inf")
         self._used = 0
+        self._fault = ""
+        """Which of its settings promises less than what was promised; empty: none."""
         self._ask_memory_at = 0.0
-        """When to ask for `_free` and `_used` again; event loop time."""
+        """When to ask for `_free`, `_used` and `_fault` again; event loop time."""
+        self._asking: asyncio.Task[None] | None = None
+        """A question of those who were refused."""
         self._closed = False
 
     @property
@@ -138,7 +132,8 @@ class RedisStore:
 
         Raises:
             UserError: owned by a queue that lives, another format, wrong password, a Redis that promises less than
-                `durability` asks. OwnerLostError: another queue took over. InfraError: no master can be reached.
+                `durability` asks or has evicted records. OwnerLostError: another queue took over. InfraError: no
+                master can be reached.
         """
         timeout_s = self._timing.restart_s if self._generation else self._timing.open_s
         await self._connection.call(self._check_server, timeout_s)
@@ -146,6 +141,7 @@ class RedisStore:
         if not self._generation:
             await self._refuse_several()
         await self._claim(timeout_s)
+        await self._refuse_evicted(timeout_s)
         await self._ask_free_memory()
         found = [pair async for part in self._scan(self._keys[Table.META]) for pair in part]
         return sorted(dict(found).items())
@@ -185,14 +181,22 @@ class RedisStore:
         return [value for part in values for value in part]
 
     def check_room(self, nbytes: int) -> None:
-        """Compare with `maxmemory` and what was left of it a moment ago. Raises CapacityError."""
-        if self._free < nbytes + self._reserve_bytes:
-            raise CapacityError(
-                f"{self.name}: {self._free:.0f} bytes free of Redis' maxmemory, {nbytes} wanted and"
-                f" {self._reserve_bytes} kept in reserve; rows get in again once there is space",
-                free=self._free,
-                wanted=nbytes,
-            )
+        """Compare with `maxmemory` and what was left of it a moment ago. Raises CapacityError.
+
+        Redis is asked again then: a queue that takes no rows may have nothing to commit.
+        """
+        if not self._fault and self._free >= nbytes + self._reserve_bytes:
+            return
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask_again(), name="queue-redis-memory")
+        if self._fault:
+            raise CapacityError(f"{self._fault}; rows get in again once it is set back", free=0)
+        raise CapacityError(
+            f"{self.name}: {self._free:.0f} bytes free of Redis' maxmemory, {nbytes} wanted and"
+            f" {self._reserve_bytes} kept in reserve; rows get in again once there is space",
+            free=self._free,
+            wanted=nbytes,
+        )
 
     def size_bytes(self) -> int:
         """Memory that Redis uses, as of the last commits; all its users together."""
@@ -221,6 +225,9 @@ class RedisStore:
         if self._closed:
             return
         self._closed = True
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
         if self._generation:
             keys = [self._keys["head"]]
             try:
@@ -295,7 +302,9 @@ class RedisStore:
                     f"{self.name}: the server holds nothing of this queue any more, which was at commit"
                     f" {self._sequence}: bring its append-only file or a replica back, or restore a backup"
                 )
-        return CorruptError(f"{self.name}: these keys exist and are no queue store")
+        return CorruptError(
+            f"{self.name}: these keys exist and are no queue store, or Redis has evicted its head"
+        )
 
     async def _check_server(self, client: Redis) -> None:
         """Raises UserError for a server that is too old, evicts, or promises less than we do."""
@@ -305,24 +314,43 @@ class RedisStore:
             raise UserError(
                 f"redis at {self._connection.name} is version {version}; want 7.0 or later"
             )
-        try:
-            settings = await client.config_get("append*") | await client.config_get("maxmemory*")
-        except (NoPermissionError, ResponseError) as error:
-            log.warning("redis at %s does not show its settings: %s", self._connection.name, error)
-            return
-        found = {key: str(value) for key, value in settings.items()}
-        has = found["appendfsync"] if found["appendonly"] == "yes" else "no"
-        if _RANK[self._durability] > _RANK[has]:
+        found = await settings_of(client)
+        if "appendfsync" not in found:
+            log.warning("redis at %s does not show all of its settings", self._connection.name)
+        if fault := broken_promise(self._connection.name, found, self._durability):
+            raise UserError(fault)
+        limit = int(found["maxmemory"])
+        if not self._generation and 0 < limit <= self._reserve_bytes:
             raise UserError(
-                f"queue.durability is {self._durability} and redis at {self._connection.name} has appendonly"
-                f" {found['appendonly']}, appendfsync {found['appendfsync']}: CONFIG SET it to"
-                f" appendonly yes, appendfsync {self._durability}, or set queue.durability=none"
+                f"redis at {self._connection.name} has maxmemory {limit}, and queue.reserve_bytes keeps"
+                f" {self._reserve_bytes} of it: no row would get in; CONFIG SET more, or keep less"
             )
-        if int(found["maxmemory"]) and found["maxmemory-policy"].startswith("allkeys"):
-            raise UserError(
-                f"redis at {self._connection.name} evicts keys when it is full (maxmemory-policy"
-                f" {found['maxmemory-policy']}): rows would be lost; want noeviction"
+        if found["appendonly"] != "yes":
+            log.warning(
+                "redis at %s has appendonly no: a restart of Redis loses the whole queue",
+                self._connection.name,
             )
+
+    async def _refuse_evicted(self, timeout_s: float) -> None:
+        """Raises UserError where records are gone that no commit has deleted."""
+
+        async def ask(client: Redis) -> list[Any]:
+            async with client.pipeline(transaction=True) as pipe:
+                pipe.hmget(self._keys["head"], ["sequence", "counted", *Table])
+                for key in self._keys.tables():
+                    pipe.hlen(key)
+                return await pipe.execute()
+
+        (sequence, counted, *kept), *has = await self._connection.call(ask, timeout_s)
+        for table, records, wanted in zip(self._keys.tables(), has, kept, strict=True):
+            if counted == sequence and records != int(wanted or 0):
+                raise UserError(self._evicted(table, records, int(wanted)))
+
+    def _evicted(self, table: str, records: int, wanted: int) -> str:
+        return (
+            f"{self.name}: {table} holds {records} records of {wanted}: Redis has evicted them, or somebody deleted"
+            " them; restore a backup (meshrl queue restore)"
+        )
 
     # --- writing
 
@@ -332,7 +360,7 @@ class RedisStore:
         puts: dict[Table, list[bytes]] = {}
         staged: list[int] = []
         for table, list_key in zip(Table, self._keys.staged(), strict=True):
-            *full, puts[table] = _parts(operations, table, self._part_bytes)
+            *full, puts[table] = in_parts(operations, table, self._part_bytes)
             length = 0
             for part in full:
                 state = await self._answer(
@@ -357,6 +385,9 @@ class RedisStore:
             if generation > self._generation:
                 raise OwnerLostError(f"{self.name}: process {name} took it over, this one is done")
             raise self._lost_commits(sequence)
+        if state == b"evicted":
+            table, records, wanted = rest
+            raise RowsEvictedError(self._evicted(table.decode(), int(records), int(wanted)))
         return str(state, "ascii")
 
     def _lost_commits(self, sequence: bytes | None) -> InfraError:
@@ -381,19 +412,28 @@ class RedisStore:
         return found
 
     async def _ask_free_memory(self) -> None:
-        """Ask for the memory of Redis, at most every `ask_memory_every_s` seconds."""
+        """Ask for the memory and the settings of Redis, at most every `ask_memory_every_s` seconds."""
         now = asyncio.get_running_loop().time()
         if now < self._ask_memory_at:
             return
 
         async def ask(client: Redis) -> Any:
-            return await client.info("memory")
+            return await client.info("memory"), await settings_of(client)
 
-        memory = await self._connection.call(ask, self._timing.restart_s)
+        memory, settings = await self._connection.call(ask, self._timing.restart_s)
+        before = self._fault
+        self._fault = fault = broken_promise(self._connection.name, settings, self._durability)
+        if fault and not before:
+            log.error("%s; no rows are taken until it is set back", fault)
         self._used = int(memory["used_memory"])
         limit = int(memory.get("maxmemory", 0))
         self._free = limit - self._used if limit else float("inf")
         self._ask_memory_at = now + self._timing.ask_memory_every_s
+
+    async def _ask_again(self) -> None:
+        """For those who were refused; a Redis that cannot be asked is told of by those who commit."""
+        with suppress(MeshError):
+            await self._ask_free_memory()
 
     async def _scan(
         self, key: str, match: bytes | None = None
@@ -410,21 +450,6 @@ class RedisStore:
                 yield list(part.items())
             if cursor == 0:
                 return
-
-
-def _parts(operations: Sequence[Operation], table: Table, limit: int) -> Iterator[list[bytes]]:
-    """Keys and values put into `table`, in lists of up to `limit` bytes; the last may be empty."""
-    part: list[bytes] = []
-    size = 0
-    for operation in operations:
-        if operation.table is not table or operation.value is None:
-            continue
-        if part and size + len(operation.value) > limit:
-            yield part
-            part, size = [], 0
-        part += [operation.key, operation.value]
-        size += len(operation.key) + len(operation.value)
-    yield part
 
 
 def _spool(file: IO[bytes], table: Table, part: Iterable[tuple[bytes, bytes]]) -> None:
