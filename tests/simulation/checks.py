@@ -41,6 +41,9 @@ Problem = Callable[[str], None]
 
 PATIENT_LOOKS: Final = 3
 """A look may fall between a signal and the waiting call that it wakes."""
+BEHIND_S: Final = 40.0
+BEHIND_STEPS: Final = 6
+"""An engine that serves the same version for so long, while another took over so many, is left behind."""
 OVERDUE_S: Final = 5.0
 """A lease that is over for longer than this has not been taken back."""
 LONGEST_LEASE_S: Final = 1500.0
@@ -321,6 +324,31 @@ class Liveness:
             self._overdue[name] += 1
             if self._overdue[name] == PATIENT_LOOKS:
                 self._problem(name)
+
+
+class Followers:
+    """Each engine gets on while others do."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._since: dict[str, tuple[Version, Version, float]] = {}
+        """By service: what its engine serves, what the newest engine served when it began to, and when."""
+
+    def look(self, served: Mapping[str, Version], now: float) -> None:
+        """Called again and again; `served` are the versions of the engines that live, by service."""
+        newest = max(served.values(), default=Version(0, 0))
+        self._since = {name: each for name, each in self._since.items() if name in served}
+        for name, version in served.items():
+            known, then, since = self._since.setdefault(name, (version, newest, now))
+            if known != version or then.epoch != newest.epoch:
+                self._since[name] = version, newest, now
+            elif newest.step - then.step >= BEHIND_STEPS and now - since > BEHIND_S:
+                self._problem(f"{name} stays at version {version}, while others come to {newest}")
+                self._since[name] = version, newest, math.inf
+
+    def forget(self) -> None:
+        """Something goes wrong now: count anew."""
+        self._since.clear()
 
 
 def check_idle(run: Run, problem: Problem) -> None:

@@ -27,8 +27,9 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
+from meshrl.contract.types import OnUpdate, Version
 from meshrl.transferqueue.admin import audit
-from tests.simulation.checks import Liveness, check_history, check_idle, check_resident
+from tests.simulation.checks import Followers, Liveness, check_history, check_idle, check_resident
 from tests.simulation.faults import Fault, Kind, draw_faults
 from tests.simulation.loop import Process, SimulatedLoop, spawn
 from tests.simulation.services import Incarnation, Main, Parts, Services
@@ -39,6 +40,8 @@ from tests.simulation.virtual_loop import START_S, DeadlockError, quiet
 CHECK_EVERY_S: Final = 2.0
 DRAIN_S: Final = 120.0
 """How long a service may take to drain at the end."""
+CALM_S: Final = 60.0
+"""Seconds after a fault in which a process that is cut off may not have been noticed yet."""
 PATIENCE_S: Final = 3000.0
 """After the last fault everything must be trained within so many seconds."""
 FLAP_S: Final = (0.5, 5.0)
@@ -357,15 +360,33 @@ class Mesh:
     # --- checks
 
     async def _check_often(self) -> None:
-        liveness = Liveness(self.problem)
+        liveness, followers = Liveness(self.problem), Followers(self.problem)
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
+            if self._calm:
+                followers.look(self._served, self.loop.time())
+            else:
+                followers.forget()
             if (queue := self._services.queue) is None:
                 continue
             for run in queue.open_runs:
                 check_resident(run, self.problem)
                 with suppress(MeshError):
                     liveness.look(run, await queue.why_waiting(run.name))
+
+    @property
+    def _calm(self) -> bool:
+        """Nothing has gone wrong for a while, and no update waits for responses that run."""
+        now = self.loop.time() - START_S
+        recent = any(each.at_s < now < each.at_s + each.seconds + CALM_S for each in self._faults)
+        return not (recent or self._ending or self.shape.on_update is OnUpdate.DRAIN)
+
+    @property
+    def _served(self) -> dict[str, Version]:
+        """What the engines of the processes serve that live, by service."""
+        engines = self._services.weights.engines
+        lives = {name: engines.get(life.process) for name, life in self._lives.items()}
+        return {name: engine.version for name, engine in lives.items() if engine is not None}
 
     async def _name_the_culprit(self, since: float) -> None:
         """The run has not ended although nothing fails: `why_waiting` must say who blocks."""

@@ -45,6 +45,8 @@ FIRST_SEEDS = {
     "told_early": 0,
     "segments_kept": 0,
     "oldest_is_newest": 6,
+    "commit_without_fence": 1,
+    "segment_closed_early": 51,
     "unsettled_forgotten": 200462,
 }
 """Planted bugs that few seeds find, and one that found each; `tests.simulation --mutant NAME` hunts the others."""
@@ -59,11 +61,32 @@ SCENES = {
         ],
         " turns",
     ),
+    "joiners_left_behind": (
+        Shape(
+            workers=3,
+            rewards=2,
+            prompts=150,
+            group=1,
+            batch=1,
+            max_staleness=math.inf,
+            stale_policy=StalePolicy.DROP,
+            response_s=0.5,
+            train_s=0.5,
+            transfer_s=1.0,
+            save_freq=3,
+        ),
+        [
+            Fault(at_s=20.0, kind=Kind.TRANSFER_HANGS, target="rollout-0", seconds=12.0),
+            Fault(at_s=30.0, kind=Kind.KILL, target="rollout-0"),
+        ],
+        "stays at version",
+    ),
     "session_given_twice": (_AGENTS, (), "must follow a turn"),
     "session_of_another": (_AGENTS, (), "which no agent has posted"),
 }
 """Planted bugs that few of all meshes show, each with a mesh and faults of which every other seed shows it, and what
-the check says. Rows are in the middle while workers are killed, or agents claim several at once."""
+the check says. Rows are in the middle while workers are killed, agents claim several at once, or a replica is lost
+while it holds a version up and the next one is there."""
 FAILED_ONCE = (76923794, 252489487, 105160271)
 """Seeds that failed: rows trained twice from a fenced trainer's checkpoint; a row of two courses of a talk; a
 late `take`."""
