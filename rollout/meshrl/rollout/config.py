@@ -295,6 +295,14 @@ def check_rollout(
     yield from _cuts(rollout)
 
 
+def row_fault(program: str, extra_info: Mapping[str, Any]) -> str:
+    """Why a program cannot play a row with this `extra_info`; empty where it can, or nothing is known of it."""
+    if program not in plugins.known(PROGRAMS):
+        return ""
+    module: Any = importlib.import_module(f"{PROGRAMS}.{program}")
+    return str(module.row_fault(extra_info)) if hasattr(module, "row_fault") else ""
+
+
 def _program_options(
     rollout: RolloutConfig, machine: Machine, model: Path, tries: bool
 ) -> Iterator[Problem]:

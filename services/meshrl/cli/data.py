@@ -15,7 +15,7 @@ import click
 from meshrl.cli.options import json_option, recipe_argument
 from meshrl.common.plain_text import counted, say, say_json
 from meshrl.config import Recipe, load_recipe
-from meshrl.config.checks import unscored_rows
+from meshrl.config.checks import unusable
 from meshrl.config.stages import vocabulary
 from meshrl.contract.errors import UserError
 from meshrl.launcher.prompts import image_processor
@@ -172,7 +172,7 @@ class _Scanned:
             scan(
                 name, files, gym_rows(gym, held_out=name == HELD_OUT) if gym else iter(()),
                 data, tokenizer, self._name, images, vocabulary(self.recipe),
-                partial(unscored_rows, self.recipe),
+                partial(unusable, self.recipe),
             )
             for name, files in ((TRAIN, data.train_files), (HELD_OUT, data.val_files))
             if files or gym

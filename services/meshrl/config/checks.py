@@ -30,7 +30,7 @@ from meshrl.contract.held_rows import RENEWALS
 from meshrl.rewardd.checks import check_reward, unscored
 from meshrl.rewardd.config import JUDGES, OTHER_PACKAGES
 from meshrl.rewardd.pool.rule import REWARDS
-from meshrl.rollout.config import ENGINES, PROGRAMS, check_rollout
+from meshrl.rollout.config import ENGINES, PROGRAMS, check_rollout, row_fault
 from meshrl.sandbox.sandbox import Isolation
 from meshrl.trainer.algorithms import needs as algorithm_rules
 from meshrl.trainer.algorithms.options import ADVANTAGES, LOSSES
@@ -98,7 +98,7 @@ def _every(
         # Where nothing is known of the model, a column of pictures is no fault.
         pictures=pictures or not config,
         own_answers=algorithm_needs(recipe).data_answers,
-        unscored=partial(unscored_rows, recipe),
+        unusable=partial(unusable, recipe),
         test_freq=recipe.trainer.test_freq,
     )
     right = True
@@ -142,8 +142,10 @@ def _too_many(recipe: Recipe, tokenizer: PromptTokenizer, known: int) -> str:
     )
 
 
-def unscored_rows(recipe: Recipe, data_source: str) -> str:
-    """The reason why rows of a data_source have no score; empty where they have, or the program may post one."""
+def unusable(recipe: Recipe, data_source: str, extra_info: Mapping[str, Any]) -> str:
+    """The reason why such a row names no task or gets no score; empty where it does, or the program may post one."""
+    if why := row_fault(recipe.rollout.program, extra_info):
+        return why
     return "" if posts_rewards(recipe) else unscored(recipe.reward, data_source)
 
 
@@ -383,8 +385,8 @@ def _evaluated(recipe: Recipe) -> Iterator[Problem]:
     gym = recipe.data.reasoning_gym
     if gym is None:
         return
-    unscored_tasks = (why for task in gym.tasks if (why := unscored_rows(recipe, task)))
-    if why := next(unscored_tasks, ""):
+    unscored_tasks = (why for task in gym.tasks if (why := unscored(recipe.reward, task)))
+    if (why := next(unscored_tasks, "")) and not posts_rewards(recipe):
         yield (
             ("data", "reasoning_gym"),
             f"data.reasoning_gym: {why}; of its tasks reward.functions=[{{name: reasoning_gym}}] does",

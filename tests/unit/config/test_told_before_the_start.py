@@ -620,6 +620,18 @@ def test_what_starts_and_is_hardly_meant_is_a_warning(
     assert len(warnings) == 1 and warnings[0].startswith("warning: ")
 
 
+def test_a_row_that_names_no_task_of_an_environment_is_told() -> None:
+    write("t.jsonl", [{**GOOD, "extra_info": {"index": 3}}, {**GOOD, "extra_info": {"index": -1}}])
+    played = "rollout={program: verifiers, program_options: {python: py, env: {taskset: {id: x}}}}"
+    there = AssumedMachine(Assumptions(programs={"py": True}))
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(Path("my.yaml"), [played, "data.train_files=[t.jsonl]"], machine=there)
+    (line,) = str(caught.value).splitlines()
+    assert line.endswith(
+        "t.jsonl:2: extra_info.index is -1, want the number of a task of the environment"
+    )
+
+
 def test_added_tokens_that_the_model_lacks_are_a_warning(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

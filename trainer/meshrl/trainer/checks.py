@@ -14,6 +14,7 @@ from meshrl.common.checks import Loc, Problem, check_directory, dotted, missing_
 from meshrl.common.config import Machine
 from meshrl.common.plain_text import counted
 from meshrl.contract.errors import UserError
+from meshrl.contract.types import Json
 from meshrl.trainer.config import ActorConfig, DataConfig, ModelConfig, TrainerConfig
 from meshrl.trainer.data.files import has_reader, readable_files
 from meshrl.trainer.data.prompt_streams import source_of
@@ -308,8 +309,8 @@ class DataUse:
     """The model reads pictures."""
     own_answers: bool
     """The algorithm learns from the data's answers."""
-    unscored: Callable[[str], str]
-    """Why the reward cannot score rows of a `data_source`; empty where it can."""
+    unusable: Callable[[str, Mapping[str, Json]], str]
+    """Why rows of a `data_source` with an `extra_info` have no task or no score; empty where they have."""
     test_freq: int
 
 
@@ -403,7 +404,7 @@ def _rows(
                 own_answer(row.response, row.where, data)
             if weights:
                 source_of(row.where, row.data_source, weights)
-            if why := use.unscored(row.data_source):
+            if why := use.unusable(row.data_source, row.extra_info):
                 raise UserError(f"{row.where}: {why}")
             if use.tokenizer is None:
                 lengths.append(0)

@@ -59,6 +59,14 @@ def check(config: Config) -> None:
     _session(config)
 
 
+def row_fault(extra_info: Mapping[str, Any]) -> str:
+    """Why a row with this `extra_info` names no task; empty where it does."""
+    index = extra_info.get("index")
+    if type(index) is int and index >= 0:
+        return ""
+    return f"extra_info.index is {index!r:.40}, want the number of a task of the environment"
+
+
 def try_out(config: Config, machine: Machine) -> str:
     """Load the environment, in its own Python, and say why that cannot be; empty where it can, or is elsewhere."""
     env = {**OFFLINE, **config.variables}

@@ -7,12 +7,11 @@ A prompt repeats another where role and text of each message, but for white spac
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshrl.contract.errors import UserError
+from meshrl.contract.types import Json
 from meshrl.images import ImageProcessor
 from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.files import FileRow, rows_of
@@ -114,7 +114,7 @@ def scan(
     report: Callable[[str], None],
     images: ImageProcessor | None = None,
     vocabulary: int = 0,
-    unscored: Callable[[str], str] = lambda source: "",
+    unusable: Callable[[str, Mapping[str, Json]], str] = lambda source, extra_info: "",
 ) -> SplitStatistics:
     """Read every row of `files`, then those that code has `made`.
 
@@ -126,7 +126,7 @@ def scan(
         tokenizer: The policy's.
         images: Reads the pictures of rows, where the model does.
         vocabulary: Tokens that the model knows; 0: not known.
-        unscored: Says why rows of a data_source have no score; empty where they have.
+        unusable: Says why rows of a data_source with an `extra_info` have no task or no score; empty where they have.
         report: Gets one line for each bad row; a row that is too long is one with `data.truncation: error`.
 
     Raises:
@@ -134,12 +134,11 @@ def scan(
     """
     split = SplitStatistics(name)
     weighted = bool(config.weights) and name == "train"
-    known = functools.lru_cache(unscored)
     for row in (*(_good_rows(path, config, split, report) for path in files), made):
         for one in row:
             try:
                 read = read_prompt_row(one, config, pictures=images is not None)
-                if why := known(read.data_source):
+                if why := unusable(read.data_source, read.extra_info):
                     raise UserError(f"{one.where}: {why}")
                 at = len(split.hashes)
                 _count(
