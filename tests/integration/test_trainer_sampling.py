@@ -99,7 +99,7 @@ async def test_prompts_that_are_never_worth_a_step_end_the_run_in_one_line(
 ) -> None:
     async with mesh(queue, model, tmp_path, world) as made:
         made.algorithm = dynamic(low=0.99, max_num_gen_batches=2)
-        with pytest.raises(UserError, match="2 takes for step 0 and no group worth a step"):
+        with pytest.raises(UserError, match="2 takes for step 1 and no group worth a step"):
             await train(made, 2, GROUPS * 40)
         assert (await queue.ledger("run")).balanced
 

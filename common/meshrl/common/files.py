@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -121,12 +122,22 @@ def full_places() -> Iterator[str]:
                 yield name
         except OSError:
             continue
-    for path in ("/dev/shm", tempfile.gettempdir(), "."):
+    for path in ("/dev/shm", tempfile.gettempdir(), ".", *_written_to()):
         try:
             if not os.statvfs(path).f_bavail:
                 yield str(Path(path).absolute())
         except OSError:
             continue
+
+
+def _written_to() -> Iterator[str]:
+    """Where file systems with room for files are mounted, as Linux tells."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            path = line.split(" ")[1].encode().decode("unicode_escape")
+            with contextlib.suppress(OSError):
+                if os.access(path, os.W_OK) and os.statvfs(path).f_blocks:
+                    yield path
 
 
 def check_private_file(path: Path, what: str) -> None:

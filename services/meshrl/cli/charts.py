@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
+from meshrl.common.files import replace_file
 from meshrl.contract.errors import UserError
 
 WIDTH, HEIGHT = 460, 220
@@ -125,9 +127,10 @@ def save(charts: Sequence[Chart], path: Path) -> None:
             svg(chart).replace("<svg ", f'<svg y="{at * HEIGHT}" ', 1)
             for at, chart in enumerate(charts)
         )
-        path.write_text(
+        replace_file(
+            path,
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{len(charts) * HEIGHT}"'
-            f' color="#222"><rect width="100%" height="100%" fill="white"/>{inner}</svg>\n'
+            f' color="#222"><rect width="100%" height="100%" fill="white"/>{inner}</svg>\n',
         )
         return
     try:
@@ -150,7 +153,9 @@ def save(charts: Sequence[Chart], path: Path) -> None:
             axis.grid(alpha=0.3)
             if len(chart.curves) > 1:
                 axis.legend()
-        figure.savefig(path, dpi=120)
+        made = io.BytesIO()
+        figure.savefig(made, dpi=120, format=path.suffix.removeprefix(".") or "png")
+        replace_file(path, made.getvalue())
     except ValueError as error:  # no such ending
         raise UserError(f"{path}: {str(error).splitlines()[0]}") from error
     finally:

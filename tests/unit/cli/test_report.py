@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -12,8 +13,9 @@ import pytest
 from rich.cells import cell_len
 
 from meshrl.cli import main
-from meshrl.cli.charts import Chart, ChartLine, braille, svg
+from meshrl.cli.charts import Chart, ChartLine, braille, save, svg
 from meshrl.cli.commands.queue import ledger_rows
+from meshrl.common.files import lasting_fault
 from meshrl.contract.types import Ledger
 
 from ...view_runs import HOSTILE, add_recipe, add_rows, add_steps
@@ -129,3 +131,18 @@ def test_what_is_held_out_is_scored_and_not_trained_on() -> None:
         run="my.eval", admitted=5, trained=5, filtered={}, stale={}, dead_lettered={}, resident={}
     )
     assert [label for label, _, _ in ledger_rows(ledger)] == ["admitted", "scored"]
+
+
+@pytest.mark.parametrize("name", ["curves.svg", "curves.png"])
+def test_a_picture_that_a_full_disk_refuses_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    curve = ChartLine("a", [1.0, 2.0], [0.1, 0.2])
+    with pytest.raises(OSError) as error:
+        save([Chart(title="reward", curves=[curve])], tmp_path / name)
+    assert lasting_fault(error.value) == f"{tmp_path / name}: No space left on device"
+    assert list(tmp_path.iterdir()) == []

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from meshrl.common import files
 from meshrl.common.files import check_private_file, lasting_fault, replace_file
 from meshrl.contract.errors import ConfigError
 
@@ -89,6 +90,12 @@ def test_an_error_that_another_try_would_meet_names_its_place_and_others_are_non
     assert lasting_fault(OSError(errno.EAGAIN, "Resource temporarily unavailable")) == ""
     with pytest.raises(OSError) as error, Path("/dev/full").open("wb", buffering=0) as full:
         full.write(b"1")
-    assert lasting_fault(error.value) == "a file: No space left on device"
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=path != "/dev/shm"))
-    assert lasting_fault(error.value) == "/dev/shm: No space left on device"
+    for full_one in ("", "/dev/shm", "/mnt/exports"):
+        room = {full_one: SimpleNamespace(f_bavail=0)}
+        other = SimpleNamespace(f_bavail=9)
+        monkeypatch.setattr(files, "_written_to", lambda: ["/mnt/data", "/mnt/exports"])
+        monkeypatch.setattr(
+            os, "statvfs", lambda path, room=room, other=other: room.get(path, other)
+        )
+        where = full_one or "a file"
+        assert lasting_fault(error.value) == f"{where}: No space left on device"

@@ -90,9 +90,9 @@ def export_policy(
                 if number % world.size == world.rank:
                     own[name] = whole.cpu().clone()
             if own:
-                problem = problem or _problem(under_way)
+                problem = problem or _problem(under_way, target)
                 under_way = writer.submit(save_file, own, writing / file, {"format": "pt"})
-    problem = problem or _problem(under_way)
+    problem = problem or _problem(under_way, target)
     if problem := next(filter(None, world.all_gather_text(problem)), ""):
         if world.is_main:
             shutil.rmtree(writing, ignore_errors=True)  # a full disk has no room for half of one
@@ -106,12 +106,12 @@ def export_policy(
     return target
 
 
-def _problem(written: Future[None]) -> str:
+def _problem(written: Future[None], target: Path) -> str:
     """Why a file could not be written: raised on one rank alone, it would leave the others waiting."""
     try:
         written.result()
     except (OSError, SafetensorError) as error:
-        return f"cannot export: {error}"
+        return f"cannot export {target}: {error}"
     return ""
 
 
@@ -246,7 +246,7 @@ def export_checkpoint(
     except BaseException as error:
         shutil.rmtree(target.with_name(f".writing-{target.name}"), ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
-            raise InfraError(f"cannot export: {error}") from error
+            raise InfraError(f"cannot export {target}: {error}") from error
         raise
     finally:
         world.close()
