@@ -45,7 +45,7 @@ GROUP, PROMPTS = 4, 4
 TOKENS_PER_S = 400.0
 """The rate of one engine with all slots busy."""
 MEAN, P99, MOST = 150, 400, 480
-"""Of a response."""
+"""Tokens of a response."""
 PATIENCE_S = 1800.0
 SCORE = "    return float(len(solution_str) % 2)\n"
 ARGUMENTS = "data_source, solution_str, ground_truth, extra_info=None"
@@ -82,9 +82,9 @@ class Mesh:
     reward_s: float = 0.0
     reward_workers: int = 1
     concurrency: int = 32
-    """Of an `async` reward."""
+    """Samples that an `async` reward awaits at once."""
     judge_s: float = 0.0
-    """Of a judge behind HTTP; 0: there is none."""
+    """Seconds of a judge behind HTTP; 0: there is none."""
     judge_concurrency: int = 4
     tool_calls: int = 0
     tool_s: float = 0.0

@@ -67,9 +67,9 @@ class PlanQuestion:
     bandwidth: float = BANDWIDTH
     commit_s: float = 0.0
     reward_s: float = 0.0
-    """Of the functions, for one sample."""
+    """Seconds of the functions for one sample."""
     judge_s: float = 0.0
-    """Of each judge, for one sample (of a reward model: for a batch)."""
+    """Seconds of each judge for one sample (of a reward model: for a batch)."""
     tool_calls: int = 0
     tool_s: float = 0.0
     seed: int = 0

@@ -29,9 +29,9 @@ from meshrl.planning.stages import (
     NEVER_S,
     RUN,
     STAGES,
+    PacedWorker,
     PricedQueue,
     RewardService,
-    RolloutWorker,
 )
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -132,7 +132,7 @@ class _SimulatedMesh:
         self._setting = setting
         self._queue = queue
         self._priced = PricedQueue(setting, queue)
-        self._workers = [RolloutWorker(number, self._priced) for number in range(setting.workers)]
+        self._workers = [PacedWorker(number, self._priced) for number in range(setting.workers)]
         self._reward = RewardService(self._priced)
         self._sums = _Sums()
         self._ages: list[Counter[int]] = []

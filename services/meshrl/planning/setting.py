@@ -60,7 +60,7 @@ class Seats:
     count: int
     """Samples that it scores at once."""
     seconds: float
-    """Of one sample."""
+    """The time of one sample."""
     every_s: float
     """A place takes the next sample so long after the last one."""
 
@@ -98,7 +98,7 @@ class Setting:
     tool_calls: int = 0
     """Calls of tools in one response, one after the other; its slot stays taken meanwhile."""
     tool_s: float = 0.0
-    """Of each call."""
+    """Seconds of each call."""
     ranks: int = 1
     """Trainer processes: each fetches its own rows."""
     stages: int = 1

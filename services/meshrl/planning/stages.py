@@ -124,7 +124,7 @@ class PricedQueue:
         await self.queue.write(RUN, stage.name, blocks)
 
 
-class RolloutWorker:
+class PacedWorker:
     """Leases for its free slots, samples, and writes what is finished together."""
 
     def __init__(self, number: int, queue: PricedQueue) -> None:
@@ -266,7 +266,7 @@ class RewardService:
 
     def __init__(self, queue: PricedQueue) -> None:
         self._queue = queue
-        self._parts = [_Part(seats) for seats in queue.setting.reward]
+        self._parts = [_SeatQueue(seats) for seats in queue.setting.reward]
         self._held = 0
         self._changed = asyncio.Event()
 
@@ -298,7 +298,7 @@ class RewardService:
         await self._queue.write(STAGES[1], rows, FIRST)
 
 
-class _Part:
+class _SeatQueue:
     """The places of one part of the reward, in which samples are scored in the order in which they came."""
 
     def __init__(self, seats: Seats) -> None:
