@@ -118,6 +118,11 @@ class SimulatedStore(Store):
         payload = self._disk.tables[Table.PAYLOAD]
         return [payload.get(key) for key in keys]
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return "simulated disk"
+
     def check_room(self, nbytes: int) -> None:
         """Nothing fits while the disk is full."""
         if self._disk.full_until > self._clock():

@@ -17,13 +17,20 @@ from click.testing import CliRunner
 from meshrl.cli import main
 from meshrl.cli.commands.fleet import fleet
 from meshrl.cli.commands.reward import reward
-from meshrl.cli.find_mesh import find_mesh
+from meshrl.cli.commands.status import _ask as ask_status
+from meshrl.cli.find_mesh import Mesh, find_mesh
 from meshrl.cli.options import RUN, NamedRun, RunGroup
 from meshrl.cli.root import cli
 from meshrl.config import load_recipe, train_spec
+from meshrl.contract.errors import UnavailableError
 from meshrl.contract.types import Task
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, ServiceAddress
 from meshrl.rpc.queue_connection import open_stored_queue
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
+from meshrl.rpc.servicers import QueueServicer
+from meshrl.testing.contract.queue_actors import spec
+from meshrl.transferqueue.queue import TransferQueue
+from tests.doubles.gated_store import GatedStore
 
 
 @dataclass(frozen=True)
@@ -311,3 +318,24 @@ def test_every_command_that_asks_for_a_run_takes_its_name() -> None:
                     assert one.type is RUN, (name, one.name)
                     found += 1
     assert found >= 12
+
+
+async def test_status_names_what_a_queue_waits_for_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("meshrl.cli.commands.status.ANSWER_S", 0.1)
+    monkeypatch.setattr("meshrl.transferqueue.store.SLOW_S", 0.0)
+    store = GatedStore()
+    queue = await TransferQueue.open(store)
+    await queue.open_run(spec())
+    store.gate.clear()
+    settings = ServerSettings(port=0, metrics_port=None)
+    async with GrpcServer(settings, [QueueServicer(queue)]) as server:
+        await server.ready()
+        waiting = asyncio.create_task(queue.acquire(spec().run, "trainer"))
+        mesh = Mesh(run=spec().run, queue=f"127.0.0.1:{server.port}")
+        with pytest.raises(UnavailableError, match="the queue waits for queue store in memory"):
+            await ask_status(mesh)
+        store.gate.set()
+        await waiting
+    await queue.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -28,7 +29,7 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, OwnerLostError, Table
 from meshrl.transferqueue.stores import _redis_connection
 from meshrl.transferqueue.stores import redis as redis_store
-from meshrl.transferqueue.stores.redis import TIMING, RedisStore, Timing
+from meshrl.transferqueue.stores.redis import RedisStore, Timing
 
 from ...redis_server import RedisServer, needs_redis, running
 
@@ -54,7 +55,7 @@ def config_of(*urls: str, **changes: Any) -> QueueConfig:
     return QueueConfig(redis_url=",".join(urls), **fields)
 
 
-def store_of(*urls: str, timing: Timing = TIMING, **changes: Any) -> RedisStore:
+def store_of(*urls: str, timing: Timing | None = None, **changes: Any) -> RedisStore:
     return redis_store.build(config_of(*urls, **changes), Path("unused"), timing=timing)
 
 
@@ -169,7 +170,8 @@ async def test_a_redis_that_stays_away_refuses_what_was_not_acknowledged(
     await actors.start(spec(max_staleness=99.0))
     await actors.feed(tasks(1))
     server.kill()
-    with pytest.raises(InfraError, match="cannot be reached"):
+    # As of a queue that is away: services repeat the call, and a trainer saves before it ends.
+    with pytest.raises(UnavailableError, match="cannot be reached"):
         await actors.feed(tasks(1, start=1))
     await asyncio.to_thread(server.start)
     assert await eventually(lambda: actors.feed(tasks(1, start=1))) == 1
@@ -425,6 +427,28 @@ async def test_no_rows_are_taken_while_a_setting_promises_too_little(
             await store.apply(put(2))
 
 
+async def test_why_waiting_names_a_redis_that_hangs(server: RedisServer) -> None:
+    actors = Actors(await TransferQueue.open(store_of(server.url)))
+    await actors.start()
+    server.signal(signal.SIGSTOP)
+    feeding = asyncio.create_task(actors.feed(tasks(1)))
+    while True:
+        first = (await actors.queue.why_waiting(actors.run) or [None])[0]
+        if first is not None and first.who == "the queue":
+            break
+        await asyncio.sleep(0.1)  # a clock, not an event, makes a commit a slow one
+    server.signal(signal.SIGCONT)
+    assert first.what == f"queue store {server.url.replace('//', '')} q to store a commit"
+    assert await feeding == 1
+    assert not [each for each in await actors.queue.why_waiting(actors.run) if "store" in each.what]
+    await actors.queue.close()
+
+
+def test_how_long_a_redis_is_waited_for_is_a_setting() -> None:
+    store = redis_store.build(config_of("redis://h", redis_wait_s=7.0), Path("unused"))
+    assert store._timing.restart_s == 7.0
+
+
 async def test_a_queue_ends_before_it_writes_beside_evicted_rows(server: RedisServer) -> None:
     actors = Actors(await TransferQueue.open(store_of(server.url)))
     await actors.start()
@@ -469,7 +493,7 @@ async def test_passwords_are_read_from_a_file_and_never_printed(folder: Path) ->
         with pytest.raises(UserError, match="refuses us"):
             await TransferQueue.open(store_of(server.url, timing=timing))
     address = "redis://:hunter2@127.0.0.1:1/0"
-    with pytest.raises(InfraError, match=r"redis://127\.0\.0\.1:1/0 cannot be reached") as error:
+    with pytest.raises(UnavailableError, match=r"redis://127\.0\.0\.1:1/0 cannot be reached") as error:
         await TransferQueue.open(store_of(address, timing=timing))
     assert "hunter2" not in str(error.value)
     with pytest.raises(UserError, match="redis_password_file"):
@@ -500,5 +524,5 @@ async def test_a_connection_may_be_encrypted_and_the_server_checked(folder: Path
         async with loaded(address + "ours") as store:
             await store.apply(put(1))
             assert await meta_of(store) == [1]
-        with pytest.raises(InfraError, match="certificate verify failed"):
+        with pytest.raises(UnavailableError, match="certificate verify failed"):
             await TransferQueue.open(store_of(address + "theirs", timing=Timing(open_s=0.0)))

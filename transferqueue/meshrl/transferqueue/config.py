@@ -56,6 +56,9 @@ class QueueConfig(Config):
     """Prefix of the queue's keys, unique in the Redis; none means the path of `<run.dir>/queue`."""
     redis_password_file: Path | None = None
     """A file with the password, which then is not needed in the URL."""
+    redis_wait_s: PositiveFloat = 30.0
+    """Seconds that a commit waits for a Redis that restarts, fails over or hangs. Then calls are refused as by a
+    queue that is away: services repeat them for 120 s, and a trainer that got none through saves and ends."""
     compression: Literal["auto", "off", "zstd"] = "auto"
     """Compression of payload over gRPC: `auto` compresses between hosts, not on loopback. Lossless, about 2.5 times
     fewer bytes."""

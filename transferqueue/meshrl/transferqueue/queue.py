@@ -583,7 +583,7 @@ class TransferQueue(HeartbeatQueue):
     @override
     async def why_waiting(self, run: str) -> Sequence[Waiting]:
         entries = why_waiting.why_waiting(self._run(run), self._waits.of(run))
-        return [*self._space.waiting(run), *entries]
+        return [*self._commit_log.waiting(), *self._space.waiting(run), *entries]
 
     # --- inside
 

@@ -82,6 +82,11 @@ class Store(Protocol):
     The queue groups transitions into commits (see CommitLog), so a store can be simple.
     """
 
+    @property
+    def name(self) -> str:
+        """For messages: which store, and where."""
+        ...
+
     async def load(self) -> Sequence[tuple[bytes, bytes]]:
         """Open (or open again, after a failed `apply`) and return every record of META, in key order.
 
@@ -253,6 +258,8 @@ def decode_record(value: bytes, what: str) -> Json:
         return json.loads(bytes(body))
 
 
+SLOW_S = 2.0
+"""A commit that takes longer is told of."""
 RECOVERY_PAUSE_S = 1.0
 """The pause between two attempts to read back a store that cannot be read."""
 
@@ -307,6 +314,8 @@ class CommitLog:
         """Why the last failed commit failed."""
         self._broken: MeshError | None = None
         """Set while the store cannot be read back."""
+        self._began_at = 0.0
+        """When the commit in flight began, by the event loop's clock."""
         self.ended: asyncio.Future[UnavailableError] = asyncio.get_running_loop().create_future()
         """Done when the store is lost to this queue."""
         self.commit_s = Durations()
@@ -345,6 +354,14 @@ class CommitLog:
         except MeshError as error:
             raise _fresh(error) from error
 
+    def waiting(self) -> Iterator[Waiting]:
+        """The commit in flight, if the store takes long over it."""
+        since_s = asyncio.get_running_loop().time() - self._began_at
+        if self._in_flight is not None and since_s > SLOW_S:
+            why = f": {self._broken.message}" if self._broken else ""
+            what = f"{self._store.name} to store a commit{why}"
+            yield Waiting(who="the queue", what=what, since_s=since_s)
+
     async def run(self) -> None:
         """Commit until `close`, including what is staged by then."""
         while self._staged.changes or not self._closing:
@@ -364,6 +381,7 @@ class CommitLog:
     async def _commit(self) -> None:
         commit, self._staged = self._staged, _Commit()
         self._in_flight = commit
+        self._began_at = asyncio.get_running_loop().time()
         start = time.perf_counter()
         try:
             operations = [

@@ -15,13 +15,16 @@ from meshrl.api import HELD_OUT, STEP, RunHistory
 from meshrl.cli.find_mesh import RETRY_S, Mesh, find_mesh, say_which
 from meshrl.cli.options import NamedRun, json_option, names_run
 from meshrl.common.plain_text import say_json
-from meshrl.contract.errors import MeshError
+from meshrl.contract.errors import MeshError, UnavailableError
 from meshrl.contract.types import EngineStats, Ledger, RunState, TrainerStatus
 from meshrl.launcher.text_console import text_console
 from meshrl.launcher.view import clock, ledger_line, sparkline
 from meshrl.rpc.clients.services import RolloutClient, TrainerClient
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.weights.fleet import FleetView, ReplicaView, fetch_fleet
+
+ANSWER_S = 10.0
+"""A queue that answers later waits for its store, which is then told instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,13 @@ def _print_history(history: RunHistory, as_json: bool) -> None:
 
 async def _ask(mesh: Mesh) -> RunStatus:
     async with connect_queue(mesh.queue, retry_s=RETRY_S) as client:
-        state, ledger = await client.run_state(mesh.run), await client.ledger(mesh.run)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                state, ledger = await client.run_state(mesh.run), await client.ledger(mesh.run)
+        except TimeoutError as error:
+            waits = await client.why_waiting(mesh.run)
+            why = "; ".join(f"{each.who} waits for {each.what}" for each in waits[:1])
+            raise UnavailableError(f"no answer within {ANSWER_S:g} s: {why}") from error
     answers = await asyncio.gather(*(_replica(address) for address in mesh.fleet.values()))
     return RunStatus(
         state=state,

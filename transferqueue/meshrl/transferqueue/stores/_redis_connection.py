@@ -46,7 +46,13 @@ from redis.exceptions import (
 )
 
 from meshrl.common.sockets import has_secret, keep_secret
-from meshrl.contract.errors import CapacityError, InfraError, MeshError, UserError
+from meshrl.contract.errors import (
+    CapacityError,
+    InfraError,
+    MeshError,
+    UnavailableError,
+    UserError,
+)
 from meshrl.transferqueue.store import Operation, Table
 
 log = logging.getLogger(__name__)
@@ -106,7 +112,7 @@ class RedisConnection:
 
         Raises:
             UserError: wrong password, or not allowed. CapacityError: Redis is full.
-            InfraError: no master answered within `timeout_s`, or Redis refused the command.
+            UnavailableError: no master answered within `timeout_s`. InfraError: Redis refused the command.
         """
         clock = asyncio.get_running_loop().time
         give_up_at, pause_s = clock() + timeout_s, 0.02
@@ -120,7 +126,9 @@ class RedisConnection:
                     raise UserError(f"redis at {self.name} refuses us: {error}") from error
                 await self._drop(client)
                 if clock() + pause_s > give_up_at:
-                    raise InfraError(f"redis at {self.name} cannot be reached: {error}") from error
+                    raise UnavailableError(
+                        f"redis at {self.name} cannot be reached: {error}"
+                    ) from error
                 log.info("redis at %s: %s; trying again", self.name, error)
             except RedisError as error:
                 raise self._named(error) from error

@@ -144,6 +144,11 @@ class DiskStore:
         except lmdb.Error as error:
             raise self._translated(error) from error
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"queue store {self._path}"
+
     def check_room(self, nbytes: int) -> None:
         """Compare with the free bytes of the file system. Raises CapacityError."""
         free = self._free_bytes()

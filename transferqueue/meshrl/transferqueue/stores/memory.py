@@ -15,6 +15,8 @@ EXPORT_RECORDS: Final = 4096
 class MemoryStore:
     """Holds its bytes for as long as the object lives, so that a queue can be closed and opened on it again."""
 
+    name = "queue store in memory"
+
     def __init__(self) -> None:
         self._tables: dict[Table, dict[bytes, bytes]] = {table: {} for table in Table}
         self._nbytes = 0

@@ -81,9 +81,6 @@ class Timing:
     """Between two questions for the free memory of Redis; bytes written meanwhile are subtracted."""
 
 
-TIMING: Final = Timing()
-
-
 class RedisStore:
     """Two hashes of a Redis under one prefix."""
 
@@ -95,7 +92,7 @@ class RedisStore:
         durability: str = "always",
         reserve_bytes: int = 0,
         part_bytes: int = PART_BYTES,
-        timing: Timing = TIMING,
+        timing: Timing = Timing(),
     ) -> None:
         self._connection = connection
         self._keys = Keys(prefix)
@@ -132,8 +129,8 @@ class RedisStore:
 
         Raises:
             UserError: owned by a queue that lives, another format, wrong password, a Redis that promises less than
-                `durability` asks or has evicted records. OwnerLostError: another queue took over. InfraError: no
-                master can be reached.
+                `durability` asks or has evicted records. OwnerLostError: another queue took over. UnavailableError:
+                no master can be reached.
         """
         timeout_s = self._timing.restart_s if self._generation else self._timing.open_s
         await self._connection.call(self._check_server, timeout_s)
@@ -233,7 +230,7 @@ class RedisStore:
             try:
                 fence = [self._owner, self._generation]
                 await self._script(RELEASE, keys, fence, self._timing.open_s)
-            except InfraError as error:
+            except MeshError as error:
                 log.warning(
                     "%s: not released; Redis notices when the connection ends: %s", self.name, error
                 )
@@ -470,7 +467,7 @@ def _unspool(file: IO[bytes]) -> list[Operation]:
     return piece
 
 
-def build(config: QueueConfig, path: Path, *, timing: Timing = TIMING) -> RedisStore:
+def build(config: QueueConfig, path: Path, *, timing: Timing | None = None) -> RedisStore:
     """The store at `config.redis_url`, under `config.redis_prefix` or else the run's path.
 
     Raises:
@@ -490,5 +487,5 @@ def build(config: QueueConfig, path: Path, *, timing: Timing = TIMING) -> RedisS
         config.redis_prefix or str(path.absolute()),
         durability=config.durability,
         reserve_bytes=config.reserve_bytes,
-        timing=timing,
+        timing=timing or Timing(restart_s=config.redis_wait_s),
     )
