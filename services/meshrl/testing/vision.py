@@ -150,6 +150,17 @@ KINDS: dict[str, dict[str, Any]] = {
         "scale_factor": 2,
     },
 }
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
+MIXTURES = {"Qwen3VLMoe": ("Qwen3VL", "qwen3_vl_moe"), "Qwen3_5Moe": ("Qwen3_5", "qwen3_5_moe")}
+"""Mixtures of experts, the dense models that they are otherwise, and their types."""
+for name, (dense, kind) in MIXTURES.items():
+    parts = KINDS[dense]
+    KINDS[name] = {**parts, "model_type": kind, "text_config": {**parts["text_config"], **EXPERTS}}
 PATCHES = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "merge_size": 2,
@@ -161,6 +172,7 @@ PROCESSORS = {
     "Qwen2_5_VL": "Qwen2_5_VLProcessor",
     "Qwen3VL": "Qwen3VLProcessor",
     "Qwen3_5": "Qwen3VLProcessor",
+    **dict.fromkeys(MIXTURES, "Qwen3VLProcessor"),
     "SmolVLM": "SmolVLMProcessor",
 }
 """What vLLM loads, which is not asked for pixels."""
