@@ -10,7 +10,13 @@ from pathlib import Path
 
 from meshrl.cli.demo.prepare import prepare
 
-EXPERTS = 8
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 144,
+    "norm_topk_prob": True,
+}
 
 
 def main() -> None:
@@ -23,7 +29,7 @@ def main() -> None:
         options.directory,
         seed=options.seed,
         report=lambda name, now: print(f"{name}: step {now.step}, loss {now.loss:.3f}"),
-        experts=EXPERTS,
+        kind=MIXTURE,
     )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from meshrl.cli.demo.tiny_model import PLAIN
 from meshrl.cli.demo.warm_start import Stage, warm_start, write_rows
 
 if TYPE_CHECKING:
@@ -74,11 +75,15 @@ THINKING_SHARE = 0.25
 
 
 def prepare(
-    directory: Path, *, seed: int, report: Callable[[str, SftProgress], None], experts: int = 0
+    directory: Path,
+    *,
+    seed: int,
+    report: Callable[[str, SftProgress], None],
+    kind: Mapping[str, Any] = PLAIN,
 ) -> None:
     """Make what is missing under `directory`: train.jsonl, held_out.jsonl and `model`; a finished warm start is kept.
 
-    `experts` is as for `write_tiny_model`.
+    `kind` is as for `write_tiny_model`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _write_prompts(
@@ -87,7 +92,7 @@ def prepare(
     held_out = list(itertools.islice(programs(seed + 1, held_out=True), HELD_OUT))
     _write_prompts(directory / "held_out.jsonl", held_out)
     measured = [(row.prompt, row.thought) for row in held_out]
-    warm_start(directory, _stages(seed), measured, seed=seed, report=report, experts=experts)
+    warm_start(directory, _stages(seed), measured, seed=seed, report=report, kind=kind)
 
 
 def _stages(seed: int) -> list[Stage]:

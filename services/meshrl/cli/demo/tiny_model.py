@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+PLAIN = {"model_type": "qwen3"}
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
 CHAT_SPECIAL = ("<pad>", "<|end|>", "<unk>", "<|user|>", "<|assistant|>", "<|tool|>")
 CHAT_TEMPLATE = (
@@ -16,26 +17,24 @@ CHAT_TEMPLATE = (
 
 
 def write_tiny_model(
-    path: Path, *, seed: int = 0, head_dim: int = 24, experts: int = 0, tokenizer: Any = None
+    path: Path,
+    *,
+    seed: int = 0,
+    head_dim: int = 24,
+    kind: Mapping[str, Any] = PLAIN,
+    tokenizer: Any = None,
 ) -> None:
     """Write a randomly initialised checkpoint with its tokenizer: config.json, safetensors, tokenizer files.
 
     vLLM's attention on CPU wants a `head_dim` that is a multiple of 32. `tokenizer` is one of transformers'; None:
-    one of single characters. With `experts` it is a Qwen3-MoE, whose layers give each token to two of so many.
+    one of single characters. `kind` is `model_type`, as transformers names it, and what that has beside the shape.
     """
     import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = tokenizer or _character_tokenizer()
     torch.manual_seed(seed)
-    mixture = {
-        "num_experts": experts,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 144,
-        "norm_topk_prob": True,
-    }
-    kind: Any = Qwen3MoeConfig if experts else Qwen3Config
-    config = kind(
+    shape: dict[str, Any] = dict(
         vocab_size=len(tokenizer),
         hidden_size=96,
         num_hidden_layers=3,
@@ -48,10 +47,10 @@ def write_tiny_model(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
-        **(mixture if experts else {}),
     )
+    describe: Any = AutoConfig.for_model
     factory: Any = AutoModelForCausalLM
-    model = factory.from_config(config)
+    model = factory.from_config(describe(**shape | dict(kind)))
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(path)
     model.save_pretrained(path)

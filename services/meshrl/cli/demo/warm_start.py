@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from meshrl.cli.demo.tiny_model import write_tiny_model
+from meshrl.cli.demo.tiny_model import PLAIN, write_tiny_model
 
 if TYPE_CHECKING:
     from meshrl.trainer.offline.sft import SftProgress
@@ -61,7 +61,7 @@ def warm_start(
     *,
     seed: int,
     report: Callable[[str, SftProgress], None],
-    experts: int = 0,
+    kind: Mapping[str, Any] = PLAIN,
     tokenizer: Any = None,
 ) -> None:
     """Write `directory/model`, unless it is there: what the last stage made of a tiny model's random weights.
@@ -72,7 +72,7 @@ def warm_start(
         held_out: What a stage with `enough` is measured on.
         seed: Of the random weights.
         report: Called with a stage's name and its progress.
-        experts: As for `write_tiny_model`.
+        kind: As for `write_tiny_model`.
         tokenizer: As for `write_tiny_model`.
     """
     # Imported here: with it comes torch, and `meshrl demo --help` should answer at once.
@@ -85,7 +85,7 @@ def warm_start(
     if (model / "config.json").exists():
         return
     start = directory / "random"
-    write_tiny_model(start, seed=seed, experts=experts, tokenizer=tokenizer)
+    write_tiny_model(start, seed=seed, kind=kind, tokenizer=tokenizer)
     measured = _write_sft(directory / "sft_held_out.jsonl", held_out)
     for stage in stages:
         end = directory / stage.name.replace(" ", "_")
