@@ -493,7 +493,9 @@ async def test_passwords_are_read_from_a_file_and_never_printed(folder: Path) ->
         with pytest.raises(UserError, match="refuses us"):
             await TransferQueue.open(store_of(server.url, timing=timing))
     address = "redis://:hunter2@127.0.0.1:1/0"
-    with pytest.raises(UnavailableError, match=r"redis://127\.0\.0\.1:1/0 cannot be reached") as error:
+    with pytest.raises(
+        UnavailableError, match=r"redis://127\.0\.0\.1:1/0 cannot be reached"
+    ) as error:
         await TransferQueue.open(store_of(address, timing=timing))
     assert "hunter2" not in str(error.value)
     with pytest.raises(UserError, match="redis_password_file"):
