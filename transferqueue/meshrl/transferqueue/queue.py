@@ -462,10 +462,10 @@ class TransferQueue(HeartbeatQueue):
             return why_waiting.take_due(self._run(run), groups, step)[0]
 
         who = f"trainer of epoch {epoch}, batch {batch_id}"
-        first = self._run(run)
-        first.wait_for_batch(batch_id)
-        dead = first.record.next_dead
         with self._waits.tracked("take", (run,), who, reason, lacking_by):
+            first = self._worked(run)
+            first.wait_for_batch(batch_id)
+            dead = first.record.next_dead
             while True:
                 state = self._worked(run)
                 state.check_epoch(epoch)
