@@ -166,7 +166,13 @@ def test_the_image_gets_all_that_the_distribution_is_made_of() -> None:
     assert all((ROOT / source).exists() for source in sources)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
-    wanted = {*wheel["only-include"], *wheel["force-include"], project["project"]["readme"]}
+    scripts = {str(Path(script).parent) for script in wheel["shared-scripts"]}
+    wanted = {
+        *wheel["only-include"],
+        *wheel["force-include"],
+        project["project"]["readme"],
+        *scripts,
+    }
     assert wanted | {"pyproject.toml"} <= sources
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {source.partition("/")[0] for source in sources} == {
