@@ -69,7 +69,7 @@ def ours(recipe: Recipe, arguments: argparse.Namespace) -> dict[str, Any]:
         lines = [
             json.loads(x) for x in (Path(directory) / "metrics.jsonl").read_text().splitlines()
         ]
-        step_times = {x["step"] + 1: x["time/unix_s"] - began for x in lines if "reward/mean" in x}
+        step_times = {x["step"]: x["time/unix_s"] - began for x in lines if "reward/mean" in x}
         curve = _judged(Path(directory), recipe, step_times, arguments.target)
     steps = [step_times[step] - step_times[step - 1] for step in sorted(step_times)[1:]]
     return _reached(curve, arguments.target) | {

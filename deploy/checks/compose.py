@@ -126,7 +126,7 @@ class Project:
         print(
             f"held-out {found[0]:.3f} -> {found[-1]:.3f}; {len(steps)} steps, {len(set(steps))} of them different"
         )
-        assert set(steps) == set(range(max(steps) + 1)), steps
+        assert set(steps) == set(range(1, max(steps) + 1)), steps
         print(self.operator("ledger"), flush=True)
 
 

@@ -401,7 +401,7 @@ class Cluster:
         ledger = asyncio.run(stored.ledger())
         assert ledger.balanced, ledger
         steps = len(set(self.steps()))
-        assert sorted(set(self.steps())) == list(range(steps)), self.steps()
+        assert sorted(set(self.steps())) == list(range(1, steps + 1)), self.steps()
         saved = sorted(path.name for path in (self.shared / "checkpoints").glob("step-*"))
         assert saved and int(saved[-1].split("-")[1]) == steps, (saved, steps)
         return {
@@ -464,7 +464,7 @@ def up(cluster: Cluster) -> dict[str, Any]:
     ledger = asyncio.run(stored.ledger())
     assert ledger.balanced, ledger
     steps = cluster.steps()
-    assert sorted(set(steps)) == list(range(len(set(steps)))), steps
+    assert sorted(set(steps)) == list(range(1, len(set(steps)) + 1)), steps
     return {"steps": len(set(steps)), "ledger": "balanced", "exit_code": code, "killed_at": before}
 
 

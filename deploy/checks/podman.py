@@ -279,7 +279,7 @@ class Story:
         print(
             f"{len(steps)} steps, {len(set(steps))} of them different; feeder {self.state('feeder')}"
         )
-        assert set(steps) == set(range(STEPS)), steps
+        assert set(steps) == set(range(1, STEPS + 1)), steps
         print(self.ledger())
 
 

@@ -169,7 +169,7 @@ def train(machine: Machine) -> None:
     machine.until("the trainer ends", lambda: machine.states().split()[2] == "inactive")
     steps = machine.steps()
     print(f"{len(steps)} steps, {len(set(steps))} of them different")
-    assert set(steps) == set(range(STEPS)), steps
+    assert set(steps) == set(range(1, STEPS + 1)), steps
     print(machine.tell(f"{CREDENTIAL}/operator meshrl ledger --queue 127.0.0.1:7001 --run tiny"))
     print(
         machine.tell(
