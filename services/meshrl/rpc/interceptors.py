@@ -306,19 +306,29 @@ def bounded(wait_s: float) -> float:
 async def collected(
     requests: AsyncIterator[Request], most_bytes: int = MAX_STREAM_BYTES
 ) -> list[Request]:
-    """All messages of a streamed request. Raises CapacityError beyond `most_bytes`, BusyError."""
+    """All messages of a streamed request, which comes in PATIENCE_S and the time that LEAST_RATE gives its bytes.
+
+    Raises:
+        CapacityError: beyond `most_bytes`. BusyError. UnavailableError: it does not come in time.
+    """
     messages: list[Request] = []
     size, received = 0, RECEIVED.get()
-    async for request in requests:
-        size += (more := request.ByteSize())
-        received(more)
-        if size > most_bytes:
-            raise CapacityError(
-                f"a request of more than {most_bytes} bytes: send it in parts",
-                size=size,
-                limit=most_bytes,
-            )
-        messages.append(request)
+    began = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(PATIENCE_S) as scope:
+            async for request in requests:
+                size += (more := request.ByteSize())
+                received(more)
+                if size > most_bytes:
+                    raise CapacityError(
+                        f"a request of more than {most_bytes} bytes: send it in parts",
+                        size=size,
+                        limit=most_bytes,
+                    )
+                messages.append(request)
+                scope.reschedule(began + PATIENCE_S + size / LEAST_RATE)
+    except TimeoutError as error:
+        raise UnavailableError(f"of a streamed request {size} bytes came, and no end") from error
     return messages
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
-from meshrl.contract.errors import BusyError
+from meshrl.contract.errors import BusyError, UnavailableError
 from meshrl.contract.types import ROLLOUT_STAGE
 from meshrl.rpc import call_limits, interceptors
 from meshrl.rpc.call_limits import SMALL_BYTES, CallLimits
@@ -21,7 +21,7 @@ from meshrl.rpc.clients.base import Connection
 from meshrl.rpc.clients.queue import QueueTable
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.identity import ANYBODY, CALLER
-from meshrl.rpc.interceptors import ANSWERED, Context
+from meshrl.rpc.interceptors import ANSWERED, Context, collected
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.testing.contract.queue_actors import WAIT_S, Actors, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
@@ -290,3 +290,50 @@ def test_a_caller_that_reads_less_than_one_mib_a_second_is_disconnected(
 ) -> None:
     found = run(0, disconnected_after(10_000, takes_s=0, holds_s=min(holds_s, 1e6)))
     assert found <= ends_s
+
+
+@in_virtual_time
+async def test_a_streamed_request_that_stops_halfway_ends_and_holds_nothing() -> None:
+    limits = CallLimits(request_bytes=1000)
+
+    async def stops() -> AsyncIterator[Message]:
+        yield Message(700)
+        await asyncio.get_running_loop().create_future()
+
+    async def write(requests: Any, context: Context) -> None:
+        await collected(requests)
+
+    call = limits.by_address("/any", write)
+    began = asyncio.get_running_loop().time()
+    stopped = asyncio.create_task(call(stops(), cast("Context", Call())))
+    await asyncio.sleep(1)
+    with pytest.raises(BusyError):
+        await call(bytes(700), cast("Context", Call()))
+    with pytest.raises(UnavailableError, match="700 bytes came, and no end"):
+        await stopped
+    assert asyncio.get_running_loop().time() - began < 61
+    await call(no_more(), cast("Context", Call()))
+
+
+async def no_more() -> AsyncIterator[Message]:
+    yield Message(700)
+
+
+class Collects(EchoServicer):
+    """Reads a streamed request as servicers do."""
+
+    async def join(self, requests: AsyncIterator[bytes], context: Context) -> bytes:
+        self.waiting.set()
+        return b"%d" % len(await collected(Message(len(request)) async for request in requests))
+
+
+async def test_the_caller_is_told_that_its_request_did_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interceptors, "PATIENCE_S", 0.2)
+    async with echoing(Collects()) as (_, _, channel):
+        call = channel.stream_unary("/test.Echo/Join")()
+        await call.write(b"a")
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        again = channel.stream_unary("/test.Echo/Join")(iter([b"a", b"b"]))
+        assert await again == b"2"
