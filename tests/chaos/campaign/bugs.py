@@ -33,9 +33,9 @@ class Wrong:
         await self.queue.write(run, stage, blocks)
 
     async def fetch(
-        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str]
+        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str], **rest: Any
     ) -> Sequence[RowBlock]:
-        return await self.queue.fetch(run, blocks, columns)
+        return await self.queue.fetch(run, blocks, columns, **rest)
 
     def due(self) -> bool:
         self._chances += 1
@@ -117,9 +117,9 @@ class AltersContent(Wrong):
     """Flips a bit of what was stored."""
 
     async def fetch(
-        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str]
+        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str], **named: Any
     ) -> Sequence[RowBlock]:
-        first, *rest = await self.queue.fetch(run, blocks, columns)
+        first, *rest = await self.queue.fetch(run, blocks, columns, **named)
         if self.due():
             rows = first.columns()
             tokens: Any = rows[0]["tokens"] ^ np.int32(1)
