@@ -60,11 +60,12 @@ LOADER = "meshrl_sglang.load"
 LOADER_ARGUMENTS = ("--custom-weight-loader", LOADER)
 ROUTED_EXPERTS = "--enable-return-routed-experts"
 READ_VERSION = "0.5.23"
+"""The version whose sources were read."""
 WEIGHTS, CACHE = ["weights"], ["kv_cache", "cuda_graph"]
 """Tags of memory that a server gives up together."""
-"""The version whose sources were read."""
 RESERVED_TOKENS = 6
-"""Of the context length: the server keeps one for itself, and refuses prompts within five tokens of the rest."""
+"""Tokens of the context length that no request can use: the server keeps one, and refuses prompts within five tokens
+of the rest."""
 ABORT_S = 5.0
 """Deadline of the abort of a request that its reader leaves."""
 
@@ -142,7 +143,7 @@ def build(
 
 
 def share_arguments(share: DeviceShare | None) -> Sequence[str]:
-    """What a placement means to SGLang: tensor parallelism over the GPUs, a share of their memory, NCCL's port."""
+    """Server arguments of a placement: tensor parallelism over the GPUs, a share of their memory, NCCL's port."""
     if share is None or not share.devices:
         return ()
     arguments = ["--tp-size", str(len(share.devices))]
@@ -155,7 +156,7 @@ def share_arguments(share: DeviceShare | None) -> Sequence[str]:
 
 
 def adapter_arguments(rank: int) -> Sequence[str]:
-    """What it takes to serve adapters of up to `rank`; several versions run at once while responses end."""
+    """Server arguments for adapters of up to `rank`; several versions run at once while responses end."""
     if not rank:
         return ()
     return (

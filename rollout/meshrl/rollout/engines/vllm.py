@@ -70,7 +70,8 @@ PICTURE_ARGUMENTS = (
     "--limit-mm-per-prompt",
     '{"video": 0}',
 )
-"""Of a server whose model reads pictures. vLLM's own processor, which is not asked, needs the tokenizer."""
+"""Arguments of a server of a vision-language model. vLLM's own image processor, which is not used, needs the
+tokenizer."""
 PLUGIN_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 ADAPTER_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -262,7 +263,7 @@ class VllmClient(HttpClient, AdapterClient):
         sender: NativeSender | None = None,
         adapters: bool = False,
     ) -> None:
-        """With a `sender` versions are broadcast, without one the server's plugin reads them.
+        """Broadcast versions through `sender`; None: the server's plugin reads them.
 
         `adapters`: versions are LoRA adapters, which the server serves beside its base model.
         """
@@ -382,7 +383,7 @@ class VllmClient(HttpClient, AdapterClient):
 
 
 def share_arguments(share: DeviceShare | None) -> Sequence[str]:
-    """What a placement means to vLLM: tensor parallelism over the GPUs, and a share of their memory."""
+    """Server arguments of a placement: tensor parallelism over the GPUs, and a share of their memory."""
     if share is None or not share.devices:
         return ()
     arguments = ["--tensor-parallel-size", str(len(share.devices))]
@@ -393,7 +394,7 @@ def share_arguments(share: DeviceShare | None) -> Sequence[str]:
 
 
 def adapter_arguments(rank: int) -> Sequence[str]:
-    """What it takes to serve adapters of up to `rank`; several versions run at once while responses end."""
+    """Server arguments for adapters of up to `rank`; several versions run at once while responses end."""
     if not rank:
         return ()
     fits = next((each for each in LORA_RANKS if each >= rank), rank)
@@ -453,7 +454,7 @@ def sampling_params(request: ServerRequest) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PictureItem:
-    """What vLLM takes for one picture: a whole picture of patches, or one tile."""
+    """One item of vLLM's image input: a whole picture of patches, or one tile."""
 
     name: str
     start: int

@@ -27,7 +27,7 @@ PIECE = 2 << 20
 
 class _DeviceMemory(Protocol):
     gpu: str
-    """By its PCI address."""
+    """PCI address of the GPU."""
 
     def free(self) -> int:
         """Bytes of the device that nobody has."""
@@ -131,7 +131,7 @@ class _Cuda:
 
 
 class _View:
-    """What torch makes a tensor of, without a copy."""
+    """View of device memory (CUDA array interface), from which torch makes a tensor without a copy."""
 
     def __init__(self, interface: dict[str, Any]) -> None:
         self.__cuda_array_interface__ = interface

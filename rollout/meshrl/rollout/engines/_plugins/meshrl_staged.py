@@ -29,9 +29,9 @@ ASKED, ANSWER, ARRIVED = "lend.json", "lent.json", "arrived.json"
 """See `meshrl.rollout.server_engine.staging`."""
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 KEY = "meshrl.digests"
-"""Of the file's metadata: JSON, from a tensor's name to its digest."""
+"""Key of the file's metadata: JSON, from a tensor's name to its digest."""
 _lent: LentMemory | None = None
-"""Of this process's device, where versions arrive."""
+"""Memory of this process's device that receives versions."""
 
 
 def tensors(
@@ -110,7 +110,7 @@ def lend(directory: Path, device: torch.device) -> None:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Of the tensor's bytes, 16 hexadecimal digits; where it lies makes no difference."""
+    """Digest of the tensor's bytes, 16 hexadecimal digits; the same on every device."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:
         data = data.clone()

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says of the model, reduced to what the decoder computes with."""
+"""Sizes and options of a decoder, read from a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def read_architecture(checkpoint: Path) -> DecoderArchitecture:
 
 
 def _mixture(name: str, config: Any) -> ExpertMixture | None:
-    """What `config` says of experts; None for a dense model."""
+    """The mixture of experts that `config` describes; None for a dense model."""
     if name == "MixtralForCausalLM":
         return ExpertMixture(
             layers=frozenset(range(config.num_hidden_layers)),
@@ -253,7 +253,7 @@ def _mixture(name: str, config: Any) -> ExpertMixture | None:
 
 
 def _delta_rule(name: str, config: Any) -> DeltaRuleShape | None:
-    """What `config` says of layers without attention; None for an architecture that has none."""
+    """The linear-attention layers that `config` describes; None for an architecture without them."""
     if name not in HYBRID_ARCHITECTURES:
         return None
     return DeltaRuleShape(

@@ -39,7 +39,7 @@ class DecodeRow:
     tokens: list[int] = field(default_factory=list)
     """The response so far; a continued one begins with what was sampled before."""
     fresh_logprobs: list[float] = field(default_factory=list)
-    """Of the last tokens, which have not been delivered yet."""
+    """Log-probs of the last tokens, which have not been delivered yet."""
     fresh_experts: list[Experts] = field(default_factory=list)
     """[n, L, k] each: of tokens that were fed, where they are wanted and not delivered yet."""
     finish_reason: str = ""
@@ -136,7 +136,7 @@ class DecodeBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of the decoder."""
         return self._decoder.device
 
     def admit(self, weights: Weights, waiting: deque[DecodeRow]) -> list[DecodeRow]:

@@ -118,11 +118,11 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
         self._eos: tuple[int, ...] = ()
         self._staged: dict[Version, StagedVersion] = {}
         self._staging = ""
-        """Where the last version was staged that had one to wait for."""
+        """Memory of the last staged version: `device` or `host`; empty before the first."""
         self._lent: LentMemory | None = None
-        """Of the device, where versions arrive."""
+        """Device memory that receives versions."""
         self._arrives = ""
-        """Where the last version was to arrive."""
+        """Destination of the last version, in words for the log."""
         self._token_texts: dict[int, str] = {}
         self._closed = False
 
@@ -452,7 +452,7 @@ def _default_cache_bytes(device: torch.device, weights: int) -> int:
 
 
 def _max_length(config: Config, architecture: DecoderArchitecture, cache: KvCache) -> int:
-    """What one request may hold, by configuration, checkpoint and cache."""
+    """Most tokens of one request, by configuration, checkpoint and cache."""
     asked = config.max_model_len or architecture.max_length
     if asked > architecture.max_length:
         raise UserError(

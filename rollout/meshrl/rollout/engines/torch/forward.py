@@ -139,7 +139,7 @@ class KvCache:
         self.reshaped += 1
 
     def places(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where rows `0 … n - 1` store their next keys and values.
+        """Indices at which rows `0 … n - 1` store their next keys and values.
 
         Args:
             positions: int64[n], where each row's token stands.
@@ -224,7 +224,7 @@ class TorchDecoder:
             architecture.delta_rule_of(at) is not None for at in range(architecture.num_layers)
         ]
         self._numbers = [stateful[:at].count(stateful[at]) for at in range(len(stateful))]
-        """Of each layer among those of its kind, in the cache."""
+        """Index of each layer among those of its kind, in the cache."""
 
     def prefill(
         self,

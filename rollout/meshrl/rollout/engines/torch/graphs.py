@@ -58,7 +58,7 @@ class CudaGraphs:
         return graph.replay
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Where this fails, torch's allocator would go on recording: it frees nothing then, and refuses the pool."""
+        """End the recording, even a failed one: torch's allocator would go on, free nothing and refuse the pool."""
         try:
             graph.capture_end()
         except RuntimeError:

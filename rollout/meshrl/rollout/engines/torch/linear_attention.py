@@ -34,7 +34,7 @@ class DeltaRuleShape:
     key_dim: int
     value_dim: int
     width: int
-    """Of the convolution."""
+    """Kernel width of the convolution."""
     interleaved: bool
     """Projections are stored by key head: `in_proj_qkvz` and `in_proj_ba` (Qwen3-Next)."""
 
@@ -98,7 +98,7 @@ class RowStates:
         """[rows, I, W - 1] and float32[rows, H, D, E] of each."""
 
     def resize(self, rows: int, kept: int) -> None:
-        """Of which the first so many keep what they hold."""
+        """Change the number of rows; the first `kept` keep their states."""
         self.layers = [
             (_resized(one, rows, kept), _resized(two, rows, kept)) for one, two in self.layers
         ]

@@ -1,4 +1,4 @@
-"""Where a version waits for its commit, beside the one that is served.
+"""Staging: memory in which a version waits for its commit, beside the served one.
 
     device   built on the device, a second version of the weights there: the commit swaps two references on a CPU, and
              copies on a GPU, from its memory to its memory
@@ -109,7 +109,7 @@ def stage(
 
 
 def needed_bytes(manifest: WeightManifest, dtype: torch.dtype | None) -> int:
-    """What a second version takes of a device, with two buckets of what is fused and the headroom.
+    """Bytes of a second version on a device, with two buckets for fused tensors and the headroom.
 
     `dtype` is the engine's; None: it stays as it arrives.
     """
@@ -125,7 +125,7 @@ def choose(
     dtype: torch.dtype | None,
     free: int | None,
 ) -> tuple[Staging, str]:
-    """Where a version is to be staged, and why.
+    """Choose the memory in which a version is staged; returns the reason too.
 
     Args:
         asked: `rollout.engine.weight_staging`.
@@ -151,7 +151,7 @@ def choose(
 
 
 def free_bytes(device: torch.device, promised: int) -> int | None:
-    """What a second version could take of a GPU; None for a CPU.
+    """Bytes of a GPU that a second version could take; None for a CPU.
 
     Args:
         device: Where the engine computes.

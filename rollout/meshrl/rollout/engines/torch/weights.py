@@ -30,7 +30,7 @@ NAMES_SHOWN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """What layers have alike. H query heads, K key heads, D head_dim, C hidden, F ffn."""
+    """Weights that every kind of layer has. H query heads, K key heads, D head_dim, C hidden, F ffn."""
 
     input_norm: RmsNorm
     """[C]"""
@@ -146,7 +146,7 @@ def bucket_reader(
     buckets: Sequence[Uint8 | torch.Tensor],
     architecture: DecoderArchitecture,
 ) -> tuple[Reader, Collection[str]]:
-    """What reads a version from the wire layout, and the names that are in it.
+    """Reader of a version in the wire layout, and the names of its tensors.
 
     Raises:
         UserError: missing, unknown or misshapen tensors, a layout that leaves its bucket, or tied ones that differ.
