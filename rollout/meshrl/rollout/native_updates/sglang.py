@@ -58,7 +58,7 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Of the broadcast."""
+        """Bytes of the broadcast."""
         return sum(tensor.end - tensor.start for tensor in self.tensors)
 
 
@@ -78,7 +78,7 @@ def plan_buckets(tensors: Sequence[TensorRange], bucket_bytes: int) -> list[Buck
 
 
 def update_body(bucket: Bucket, *, group: str, label: str | None) -> dict[str, Any]:
-    """Of `/update_weights_from_distributed`. `label` with the last bucket only: each call would record it."""
+    """Body of `/update_weights_from_distributed`. `label` with the last bucket only: each call would record it."""
     return {
         "names": [tensor.name for tensor in bucket.tensors],
         "dtypes": [TORCH_DTYPE[tensor.dtype] for tensor in bucket.tensors],

@@ -1,1 +1,1 @@
-"""What every engine over a stock server shares; the file of one kind of server is in `meshrl.rollout.engines`."""
+"""Shared parts of engines over stock servers; `meshrl.rollout.engines` has a file for each kind of server."""

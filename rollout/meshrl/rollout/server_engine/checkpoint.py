@@ -38,7 +38,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """What an engine needs to know of a model directory."""
+    """Properties of a model directory that engines use."""
 
     path: Path
     num_bytes: int
@@ -53,7 +53,7 @@ class CheckpointFacts:
     experts: tuple[int, int] = (0, 0)
     """Decoder layers, and experts that a token goes to: 0 of a dense model."""
     images: ImageProcessor | None = None
-    """What reads the pictures of prompts; None: the model reads text."""
+    """Processor of the prompts' pictures; None: the model reads text only."""
 
 
 Checkpoint = CheckpointFacts
@@ -216,7 +216,7 @@ def write_version(
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """What a safetensors file says of each tensor, by name, and where the tensors' bytes begin.
+    """Read a safetensors header: the entry of each tensor by name, and the offset of the tensors' bytes.
 
     Raises:
         OSError, ValueError: it cannot be read, or has no such header.

@@ -47,10 +47,10 @@ class ServerConfig(BaseConfig):
     """A directory for staged versions, on a file system that the server can read; None: shared memory if there is
     space, else the temporary directory."""
     weight_staging: Literal["auto", "device", "host"] = "auto"
-    """Where a version waits for its commit: in memory of the server's device, which weights.carrier=nccl writes and
-    the server loads from, or in a file in the host's memory. auto: the device where it has room for a second version,
-    on a server of one GPU, from the second version on. A server that ends takes the device's with it: the rollout
-    process is started again then. See docs/explanation/weight-plane.md."""
+    """Memory in which a version waits for its commit: the server's device, which weights.carrier=nccl writes and the
+    server loads from, or a file in host memory. auto: the device where it has room for a second version, on a server
+    of one GPU, from the second version on. A version on the device is lost when the server ends: the rollout process
+    is then restarted. See docs/explanation/weight-plane.md."""
     return_routed_experts: bool = False
     """A server that is started here tells the experts of tokens; `rollout.routing_replay` sets it."""
     max_lora_rank: NonNegativeInt = 0
@@ -71,7 +71,7 @@ class ServerConfig(BaseConfig):
     """How often in a row the server is restored, with no response finished in between, before the engine stops."""
 
     def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
-        """What the model, or this machine, has not to start the server: the option, and one sentence."""
+        """Options with which the server could not start on this machine or model, each with one sentence."""
         yield from longer_than(machine.json(model / "config.json"), self.max_model_len, model)
         if self.url is not None:
             return
@@ -90,5 +90,5 @@ class ServerConfig(BaseConfig):
 
 
 def quantization_arguments(config: ServerConfig) -> tuple[str, ...]:
-    """What vLLM and SGLang call it alike."""
+    """Arguments of quantization, which vLLM and SGLang call alike."""
     return () if config.quantization is None else ("--quantization", config.quantization)

@@ -128,7 +128,7 @@ class ServerEngine(Engine, AdapterSink, LendingSink):
 
     @property
     def url(self) -> str:
-        """Where the server listens. Raises EngineGoneError before the start."""
+        """Address of the server. Raises EngineGoneError before the start."""
         return self._server.client.url
 
     @property

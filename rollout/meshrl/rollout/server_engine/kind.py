@@ -1,4 +1,4 @@
-"""What the file of one kind of server provides: its start and check (`ServerKind`), its routes (`ServerClient`).
+"""Protocols of one kind of server: its start and check (`ServerKind`), its routes (`ServerClient`).
 
 `engines/vllm.py` and `engines/sglang.py` are two such files. Everything else of an engine over a server (slots,
 versions, responses, staging, restarts) is in this package and knows these two protocols only.
@@ -32,7 +32,7 @@ class ServerClient(Protocol):
 
     @property
     def url(self) -> str:
-        """Where the server listens."""
+        """Address of the server."""
         ...
 
     async def close(self) -> None:
@@ -77,7 +77,7 @@ class ServerClient(Protocol):
 
 @runtime_checkable
 class SleepingClient(ServerClient, Protocol):
-    """Of a server that can give up its device's memory."""
+    """Client of a server that can release its device memory."""
 
     async def sleep(self) -> None:
         """Pause what runs, and give up weights and cache. The next `load` takes the memory again, and resumes.
@@ -175,7 +175,7 @@ _SIZES = (
     "num_experts",
     "vocab_size",
 )
-"""Of a config.json: what weights of one model need not fit another's."""
+"""Keys of config.json that must be equal for weights of one model to fit another."""
 
 
 def check_same_model(
@@ -251,7 +251,7 @@ class ServedAdapters:
     def __init__(self, client: AdapterClient) -> None:
         self._client = client
         self._newest = ""
-        """What the server calls the adapter of new requests; empty: the base model answers."""
+        """The server's name for the adapter of new requests; empty: the base model answers."""
         self._running: Counter[str] = Counter()
         """Requests by the adapter that they began with."""
         self._versions: dict[str, str] = {}
@@ -280,7 +280,7 @@ class ServedAdapters:
 
     @property
     def newest(self) -> str:
-        """What a new request has to name; empty: nothing."""
+        """Adapter that a new request has to name; empty: none."""
         return self._newest
 
     async def labelled(

@@ -44,7 +44,7 @@ class Picture:
 
     media: Media
     start: int
-    """Where it begins in `token_ids`."""
+    """Index of its first token in `token_ids`."""
     num_tokens: int
     images: ImageProcessor
 

@@ -26,9 +26,9 @@ class Chunk:
     finish_reason: str
     """Empty while running."""
     spans: Sequence[tuple[str, int, int]] | None
-    """With the last chunk: (version label, start, end) over the whole response, as the server recorded its steps."""
+    """(version label, start, end) over the whole response, from the server's record of its steps; last chunk only."""
     experts: npt.NDArray[Any] | None = None
-    """With the last chunk, where they are wanted: [n, L, K], of tokens from where they are wanted on."""
+    """[n, L, K]: experts of tokens from the first wanted one on; last chunk only, and where they are wanted."""
 
 
 class ResponseReader:
@@ -127,7 +127,7 @@ class ResponseReader:
         return deltas
 
     def _experts(self, last: Chunk) -> Experts | None:
-        """Of all tokens that were fed: the server may have fed more, after a stop that it does not know."""
+        """Experts of all tokens that were fed, less those that the server fed after a stop that it does not know."""
         if self._experts_of is None or not self._tokens:
             return None
         fed = self._experts_of + len(self._tokens) - 1

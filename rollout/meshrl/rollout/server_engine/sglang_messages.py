@@ -1,4 +1,4 @@
-"""What is said to an SGLang server, and how its answers are read."""
+"""Requests to an SGLang server, and readers of its answers."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class EventReader:
 
 
 def _spans(meta: Mapping[str, Any]) -> Sequence[tuple[str, int, int]] | None:
-    """With the last event only: the `weight_version` of the others is of when they were sent, not sampled."""
+    """Version spans, which only the last event has; `weight_version` is of when an event was sent, not sampled."""
     spans = meta.get("weight_versions")
     return None if spans is None else [(s["version"], s["start"], s["end"]) for s in spans]
 

@@ -1,4 +1,4 @@
-"""Where versions are staged for a server: a directory that it can read, or memory of its device that it lends.
+"""Staging of versions for a server: in a directory that it can read, or in memory of its device that it lends.
 
     the first version    is a file; ASKED beside it says how much memory is wanted. The loader in the server loads
                          the file, allocates, and writes ANSWER there: handles, or why not
@@ -40,15 +40,15 @@ _HANDLE = re.compile(r"[0-9a-f]{2,256}")
 
 
 class ServerLending:
-    """What one server lends, from its start to its end."""
+    """Memory that one server lends, from its start to its end."""
 
     def __init__(self, asked: Literal["auto", "device", "host"]) -> None:
         """`asked` is `rollout.engine.weight_staging`."""
         self.staging = "host"
-        """Where the last version was that was loaded."""
+        """Memory of the last loaded version: `device` or `host`."""
         self._asked = asked
         self._wanted: tuple[str, WeightManifest] | None = None
-        """Of the receiver that asked last: whose handles it opens, and for what."""
+        """Request of the last receiver: the kind of handles that it opens, and the version."""
         self._gpu = ""
         self._lent: tuple[LentBucket, ...] = ()
         self._given: tuple[LentBucket, ...] = ()
