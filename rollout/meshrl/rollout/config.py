@@ -38,7 +38,7 @@ TORCH_ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
     *HYBRID_ARCHITECTURES,
 )
-"""What the torch engine runs, as `architectures` in config.json names it."""
+"""Architectures (`architectures` in config.json) that the torch engine supports."""
 PROGRAMS = "meshrl.rollout.programs"
 ENGINES = "meshrl.rollout.engines"
 
@@ -149,9 +149,9 @@ class RolloutConfig(Config):
     top_k: TopK = -1
     """The k likeliest tokens; -1 keeps all."""
     top_k_top_p: Literal["sequential", "joint"] = "sequential"
-    """What top_k and top_p mean together: `sequential`: top_p is a share of what top_k has left (torch, vLLM, Hugging
-    Face); `joint`: of the whole distribution (SGLang). An engine refuses the other one's rule, so that a fleet
-    samples from one distribution. Either alone is the same."""
+    """Rule for top_k and top_p together. `sequential`: top_p cuts the renormalised distribution that top_k leaves
+    (torch, vLLM, Hugging Face); `joint`: the whole distribution (SGLang). An engine refuses the other rule, so that a
+    fleet samples from one distribution. With only one of the two set, both rules are the same."""
     stop: StopList = Field(default_factory=list)
     """A response ends when its text contains one of these; the tokens that complete it stay in the response."""
     program: str = "single_turn"
@@ -173,8 +173,8 @@ class RolloutConfig(Config):
     sampled again (an append starts at half of it), and every token is saved after at most a second, however slow
     the engine; 0: only that second counts. Deterministic runs save nothing."""
     routing_replay: bool = False
-    """Of a mixture of experts: the engine says which experts each token went to, rows keep it, compressed, and the
-    trainer sends the tokens to the same ones (R3)."""
+    """Replay the routing of a mixture of experts (R3): the engine reports the experts of each token, rows keep them
+    compressed, and the trainer sends the tokens to the same ones."""
     deterministic: bool | None = None
     """Sample rows in sync batches, whose bits do not depend on timing; None: if `queue.max_staleness` is 0."""
     engine: dict[str, JsonValue] = Field(default_factory=dict)
@@ -222,7 +222,7 @@ class RolloutConfig(Config):
 def longer_than(
     config: Mapping[str, Any], asked: int | None, model: Path
 ) -> Iterator[tuple[str, str]]:
-    """What an engine answers at its start to more tokens of one request than config.json allows."""
+    """Option and message where one request may have more tokens (`asked`) than config.json allows."""
     text = config.get("text_config") or config
     allowed = text.get("max_position_embeddings")
     if asked is not None and isinstance(allowed, int) and asked > allowed:
@@ -235,7 +235,7 @@ class TorchEngineConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` uses a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and cache; `auto` is bfloat16 on a GPU, float32 on a CPU. Sampling is float32 always."""
+    """Dtype of weights and cache; `auto` is bfloat16 on a GPU, float32 on a CPU. Sampling is float32 always."""
     max_model_len: PositiveInt | None = None
     """Prompt and response tokens of one request; None: as many as the checkpoint allows."""
     max_prefill_tokens: PositiveInt | None = None
@@ -245,8 +245,8 @@ class TorchEngineConfig(Config):
     """Bound of the cache, which grows with need; None: 2 GiB on a CPU, half of the free memory on a GPU,
     or where the weights leave less than two thirds of it, three quarters of what they leave."""
     weight_staging: Literal["auto", "device", "host"] = "auto"
-    """Where a version of the weights waits for its commit: `device`, as a second one there; `host`, as it arrived,
-    and written over the served one while that pauses. `auto`: on a GPU without room for two, `host`."""
+    """Memory in which a version of the weights waits for its commit: `device`, beside the served one; `host`, to be
+    written over the served one while generation pauses. `auto`: on a GPU without room for two, `host`."""
     enforce_eager: bool = False
     """Launch each operation of a decode step by itself, where a GPU would repeat recorded steps (CUDA graphs). A CPU
     and mixtures of experts do so always."""
@@ -257,7 +257,7 @@ class TorchEngineConfig(Config):
     name. Empty: responses end at stop strings and lengths only."""
 
     def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
-        """What this machine, or the model, cannot do: the option, and one sentence."""
+        """Options that this machine or the model does not support, each with one sentence."""
         if self.device == "cuda" and not machine.gpus:
             yield "device", "cuda, and this machine has no GPU"
         config = machine.json(model / "config.json")
@@ -330,7 +330,7 @@ def _program_options(
 
 
 def _cuts(rollout: RolloutConfig) -> Iterator[Problem]:
-    """Where top_k and top_p cut together, the engine must cut as the recipe says."""
+    """Problem where the engine's rule for top_k and top_p together is not the recipe's."""
     asked = [rollout.sampling(max_tokens=1, seed=0), rollout.val_sampling(max_tokens=1, seed=0)]
     twice = next((sampling for sampling in asked if sampling.cuts_twice), None)
     kind = plugins.config_class(ENGINES, rollout.name)

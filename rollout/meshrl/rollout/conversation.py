@@ -52,7 +52,7 @@ from meshrl.rollout.tokenizer import (
 )
 
 OUTCOMES = {"stop": Outcome.OK, "length": Outcome.TRUNCATED, "max_turns": Outcome.TRUNCATED}
-"""By finish reason; any other means that the engine aborted a request."""
+"""Row outcome by finish reason; any other reason means that the engine aborted a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +106,10 @@ class Conversation:
         self.media = media
         """Its pictures so far, in order of time."""
         self._starts: tuple[int, ...] = ()
-        """Where those begin that are not the prompt's."""
+        """First token of each picture after the prompt."""
         self.turns: list[Turn] = []
         self.messages: list[ChatMessage] = []
-        """What follows the prompt: the policy's turns, and the messages that it observed."""
+        """Messages after the prompt: the policy's turns and its observations."""
         self._tokenizer = tokenizer
         self._budget = budget
         self._prompt = len(prompt_ids)

@@ -70,7 +70,8 @@ class Rollout:
     columns: Columns = field(default_factory=dict)
     """Additional columns, where the run's rollout stage has them."""
     messages: Sequence[Mapping[str, Any]] = ()
-    """What follows the prompt, in the form of OpenAI's API, for people who read the row: of rows of several turns."""
+    """Messages after the prompt of a row of several turns, in the form of OpenAI's API, for people who read the
+    row."""
     media: tuple[Media, ...] | None = None
     """The row's pictures in the order of their places; None: those of its task."""
 

@@ -223,9 +223,9 @@ class ExpertRecorder:
             )
 
     def column(self, tokens: Int32, starts: Sequence[int] = (0,)) -> RoutedExperts:
-        """Of every token of a row, whose parts begin at `starts`.
+        """Experts of every token of a row, whose parts begin at `starts`.
 
-        None is known of tokens that no request had, and of the last one of a part.
+        They are unknown for tokens of no request, and for the last one of a part.
         """
         found = [
             (start, self._known(tokens[start:end]))

@@ -42,7 +42,7 @@ class RecordedTurn:
     media: tuple[Media, ...] = ()
     """Pictures in `observed`, which has one placeholder for each."""
     messages: tuple[ChatMessage, ...] = ()
-    """What the request added to the conversation, and the answer; empty for completions of text."""
+    """Messages that the request added, then the answer; empty for text completions."""
     conversation: str = ""
     """The name that its client gave to the conversation."""
 
@@ -98,7 +98,7 @@ class TreePlace:
     known: int
     """How many messages (chat), characters or tokens (completion) of the request are recorded already."""
     key: Key = b""
-    """Of the whole request, for `TurnTree.add_chat`."""
+    """Key of the whole request, for `TurnTree.add_chat`."""
 
 
 class TurnTree:

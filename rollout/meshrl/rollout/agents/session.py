@@ -96,10 +96,10 @@ class SessionRules:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What a request adds to a conversation."""
+    """Addition of a request to its conversation."""
 
     tokens: Sequence[int]
-    """With one placeholder for each picture."""
+    """Token ids, with one placeholder for each picture."""
     media: tuple[Media, ...] = ()
     messages: tuple[ChatMessage, ...] = ()
     """For people who read the row; none of a completion of text."""

@@ -131,7 +131,7 @@ def _written(asked: dict[str, Any]) -> bytes:
 
 
 async def _called(function: dict[str, Any], names: dict[str, Any], servers: dict[str, Any]) -> Any:
-    """What the policy observes of its call: the result, or what was wrong with the call."""
+    """Run a tool call. Returns its result, or a text for the policy that says what is wrong with the call."""
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError as error:

@@ -79,7 +79,7 @@ class Session:
         self.task = task
         """The prompt, its `ground_truth` and `extra_info`."""
         self.finish_reason = ""
-        """Of the last turn: `stop`, or `length` if the turn was cut."""
+        """Finish reason of the last turn: `stop`, or `length` if the turn was cut."""
         self.ended = ""
         """Why no further turn is possible: `length` or `max_turns`; empty: one is."""
         self._conversation = conversation

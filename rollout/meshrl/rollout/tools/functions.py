@@ -19,7 +19,7 @@ from meshrl.contract.types import Json
 from meshrl.rollout.tools.ports import NO_PICTURE, Pictured, Tool, ToolCaller, ToolError
 
 PREFIX = "argument_"
-"""Of the pydantic model's fields: some parameter names are not allowed for fields."""
+"""Prefix of the pydantic model's fields: some parameter names are not allowed for fields."""
 CALLER = "caller"
 """A parameter of this name gets the `ToolCaller`; the policy does not see it."""
 _ARGUMENT = re.compile(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")

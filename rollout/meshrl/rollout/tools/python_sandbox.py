@@ -58,7 +58,7 @@ class PythonSandbox:
         self._lock = asyncio.Lock()
 
     async def run(self, uid: Uid, code: str) -> str:
-        """What a run of `code` in the interpreter of a row printed.
+        """Run `code` in the interpreter of a row; returns its output.
 
         Raises:
             ToolError: the code ended its interpreter, or did not end in time.

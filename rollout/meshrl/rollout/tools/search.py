@@ -112,7 +112,7 @@ def shown(hits: list[tuple[str, str]]) -> str:
 
 
 MAX_BYTES = 8 << 20
-"""Of an answer."""
+"""Size limit of an answer."""
 
 
 class Retriever:

@@ -93,7 +93,7 @@ class TaskTools:
         return any(offer.tool.stateful for offer in self._offers.values())
 
     def schemas(self) -> list[Json]:
-        """What the chat template tells the policy: OpenAI's form."""
+        """Schemas of the tools for the chat template, in OpenAI's form."""
         return [
             {
                 "type": "function",
@@ -107,7 +107,7 @@ class TaskTools:
         ]
 
     async def call(self, call: ToolCall, caller: ToolCaller, tokenizer: ChatTokenizer) -> Json:
-        """What the policy observes of `call`: a text, or content parts with pictures if it reads some.
+        """Run `call`; returns the policy's observation: a text, or content parts with pictures if it reads some.
 
         Raises:
             InfraError: the tool cannot be reached.

@@ -31,7 +31,7 @@ def parse(text: str) -> list[ToolCall]:
 
 
 def _code_after(text: str, at: int) -> int | None:
-    """Where the code begins of a fence whose backticks end at `at`; None where it is no fence of Python."""
+    """Index of the code in a fence whose backticks end at `at`; None: it is no fence of Python."""
     for name in ("python", "py"):
         if text.startswith(name, at):
             end = skip(text, at + len(name), " \t")

@@ -8,9 +8,9 @@ from __future__ import annotations
 from meshrl.rollout.tools.ports import ToolCall
 
 OBSERVATION = "\n\n<information>{}</information>\n\n"
-"""What follows a turn with a call, `{}` being its result: text as it stands, no message of the chat template."""
+"""Text after a turn with a call, `{}` being its result: as it stands, no message of the chat template."""
 STOP = ("</search>", "</answer>")
-"""What ends a turn."""
+"""Strings that end a turn."""
 OPENING, CLOSING, ANSWER = "<search>", "</search>", "<answer>"
 
 
