@@ -110,4 +110,4 @@ async def end(mesh: Mesh, process: subprocess.Popen[bytes]) -> None:
     assert ledger.balanced, ledger
     assert ledger.dead_lettered == {}, ledger
     assert ledger.trained == 16 * len(steps), (ledger, steps)
-    assert steps == list(range(len(steps)))
+    assert steps == list(range(1, len(steps) + 1))

@@ -183,7 +183,7 @@ async def test_a_row_whose_step_kills_the_trainer_is_given_up_and_the_others_are
     assert reason.startswith("cannot be trained on: trainers die with"), ledger
     assert ledger.filtered == {"group_incomplete": 4 - ledger.dead_lettered[reason]}
     assert mesh.output.count("trainer was killed by SIGSEGV") <= 2 + (4).bit_length() + ALONE_LAST
-    assert mesh.steps()[-1]["step"] == 7
+    assert mesh.steps()[-1]["step"] == 8
 
 
 @pytest.mark.parametrize("damage", ["cut", "page"])

@@ -150,7 +150,7 @@ def encode_facts(facts: Sequence[Sequence[RowFacts]]) -> pb.Facts | None:
         oldest=_encode_versions(oldest),
         newest=_encode_versions(newest),
         finish_reasons=finish_reasons,
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=prompt_tokens if any(prompt_tokens) else (),
     )
 
 
@@ -194,7 +194,7 @@ def encode_batch(batch: Batch) -> pb.Batch:
         oldest=_encode_versions(oldest),
         newest=_encode_versions(newest),
         outcomes=map(OUTCOMES.number_of.__getitem__, outcomes),
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=prompt_tokens if any(prompt_tokens) else (),
     )
 
 
