@@ -19,11 +19,11 @@ from meshrl.contract.errors import UserError
 MOST = 256 << 20
 """Characters and items that one rendering may make."""
 STEP = 256
-"""What an iteration or a call counts for: a million of them are the most."""
+"""The charge for an iteration or a call: `MOST` pays for a million of them."""
 MOST_S = 30.0
 """A rendering takes milliseconds; what is not counted, such as comparisons of long texts, ends with this."""
 MOST_WIDTH, MOST_BITS = 1000, 1 << 14
-"""Of a field or an indentation; of a whole number."""
+"""Limits of a field's width or an indentation, and of the bits of a whole number."""
 WIDTHS = frozenset(
     ["batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "tojson", "zfill"]
 )
@@ -56,7 +56,7 @@ def bound_templates() -> None:
 
 
 class _Work(threading.local):
-    """What the rendering on this thread has made so far."""
+    """The units and the time that the rendering on this thread has left."""
 
     left, until = MOST, float("inf")
 

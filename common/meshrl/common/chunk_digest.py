@@ -19,12 +19,12 @@ from meshrl.contract.types import Uint8
 
 CHUNK_WORDS = 32768
 _PART_BYTES = 64 * CHUNK_WORDS * 8
-"""What a thread takes at once: 16 MiB."""
+"""Bytes that one thread digests at once: 16 MiB."""
 _MOST_THREADS = 8
 
 
 def digest(data: Uint8) -> str:
-    """16 hexadecimal digits. What `meshrl_staged.digest`, which runs in a server, makes of the same bytes."""
+    """16 hexadecimal digits, those that `meshrl_staged.digest`, which runs in a server, makes of the same bytes."""
     parts = [data[at : at + _PART_BYTES] for at in range(0, len(data), _PART_BYTES)]
     if len(parts) <= 1:
         return of_chunks(len(data), map(_chunks, parts))

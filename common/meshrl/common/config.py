@@ -43,7 +43,7 @@ def documentation(kind: type[BaseModel], name: str) -> str:
 
 @functools.cache
 def _docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
-    """Of each class of a module, by qualified name: the docstring under each of its fields."""
+    """Field docstrings of a module's classes, by qualified name and field."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError):
@@ -68,7 +68,7 @@ def _docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
 
 
 class Machine(Protocol):
-    """What the check of a recipe asks of the machine that will run it.
+    """Facts about the machine of a run that the check of a recipe needs.
 
     Options of a plug-in that depend on it have a method `faults(machine, model)`, which yields pairs of an option
     (empty: the plug-in as a whole) and a sentence. It may look, and never load or start anything.
@@ -81,7 +81,7 @@ class Machine(Protocol):
 
     @property
     def no_gpu(self) -> str:
-        """What it has where it has no GPU that services can use."""
+        """The reason why services can use no GPU, as a noun phrase."""
         ...
 
     def installed(self, package: str) -> bool:
@@ -97,7 +97,7 @@ class Machine(Protocol):
         ...
 
     def names(self, directory: Path) -> list[str]:
-        """What stands in a directory; nothing where there is none."""
+        """Names in a directory; empty where there is none."""
         ...
 
     def text(self, path: Path) -> str:

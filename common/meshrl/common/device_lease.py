@@ -188,7 +188,7 @@ class DeviceShare:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What `of` reads again in the service."""
+        """Variables from which `of` reads this lease in the service."""
         found = {DEVICES: ",".join(self.devices), MEMORY: f"{self.memory:g}"}
         if self.bus_order:
             found[ORDER] = "PCI_BUS_ID"

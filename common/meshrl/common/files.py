@@ -131,7 +131,7 @@ def full_places() -> Iterator[str]:
 
 
 def _written_to() -> Iterator[str]:
-    """Where file systems with room for files are mounted, as Linux tells."""
+    """Mount points of writable file systems with room for files, as Linux lists them."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mounts").read_text().splitlines():
             path = line.split(" ")[1].encode().decode("unicode_escape")

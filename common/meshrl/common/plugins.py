@@ -136,7 +136,7 @@ def _found(name: str, search: Iterable[str] | None) -> ModuleSpec | None:
 
 
 def where_it_stands(name: str) -> str:
-    """What to do about a module that cannot be found although it stands in the working directory; else empty.
+    """Advice on a module that is not found although the working directory has it; else empty.
 
     The services do not import from there: whoever writes a file into it would run code in them.
     """

@@ -1,4 +1,4 @@
-"""Where the buckets of a version lie: memory that other processes can map, taken again for the next version.
+"""Memory for the buckets of a version that other processes can map, reused for the next version.
 
 One file without a name holds one version. It is given back when nobody refers to its arrays any more, and kept for
 the next one, so that what pinned or mapped it once need not do so again.
@@ -28,7 +28,7 @@ Pin = Callable[[int, int], Callable[[], object]]
 
 
 def page_lock(runtime: Any) -> Pin:
-    """By CUDA's runtime, as `torch.cuda.cudart()` has it. The pin raises OSError where it does not lock."""
+    """A `Pin` by CUDA's runtime, `torch.cuda.cudart()`. It raises OSError where CUDA refuses."""
 
     def pin(address: int, nbytes: int) -> Callable[[], object]:
         status = int(runtime.cudaHostRegister(address, nbytes, 0))

@@ -52,7 +52,7 @@ THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 TRUSTED_VARIABLE = "MESHRL_ALLOW_INSECURE_BIND"
 """Set in a network that is trusted: its machines may be listened to, and called, without encryption."""
 PLAIN = {"http": "https", "redis": "rediss"}
-"""What encrypts, by what does not."""
+"""The encrypted scheme for each plain one."""
 SECRET = re.compile("auth|cookie|key|password|secret|token", re.IGNORECASE)
 """The name of a header that identifies who sends it."""
 SIOCGIFADDR = 0x8915

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 FOLDER: Final = "spans"
 MAX_BYTES: Final = 16 << 20
-"""Of one file; one older file stays beside it."""
+"""Limit of one file; one older file stays beside it."""
 MOST_WAITING: Final = 10_000
 FLUSH_S: Final = 1.0
 EXPORT_S: Final = 2.0
@@ -62,7 +62,7 @@ class Span:
     span_id: str
     """16."""
     parent_id: str
-    """Of the span that it is part of; empty for a root."""
+    """ID of the enclosing span; empty for a root."""
     start_ns: int
     end_ns: int = 0
     attributes: dict[str, Json] = field(default_factory=dict)
@@ -90,7 +90,7 @@ def step_trace(run: str, epoch: int, step: int) -> tuple[str, str]:
 
 @lru_cache(4096)
 def _place(run: str, task: str) -> float:
-    """Of a group among all groups: in [0, 1)."""
+    """Position of a group among all groups, in [0, 1)."""
     digest = hashlib.blake2b(f"{run}/{task}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64
 
@@ -139,7 +139,7 @@ class Tracer:
         return self._share >= 1.0 or _place(uid.run, uid.task) < self._share
 
     def new_id(self) -> str:
-        """Of a span."""
+        """ID of a new span."""
         return f"{next(self._ids):016x}"
 
     def end(self, span: Span) -> None:
@@ -377,7 +377,7 @@ def record_step(
 
 
 def metadata() -> tuple[tuple[str, str], ...]:
-    """What a call carries to whom it calls: nothing outside of a span."""
+    """Metadata that carries the current span to the called service; empty outside of a span."""
     if _tracer is None:
         return ()
     current = _current.get()

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Of the formats that Pillow reads, those that need no other program and no library of the operating system."""
+"""Pillow's formats that need no other program and no library of the operating system."""
 MOST_BYTES = MOST_MEDIA_BYTES
-"""Of one file."""
+"""Limit of one file."""
 MOST_PIXELS = 32 << 20
-"""Of one picture: a file of a few kilobytes may unpack to any number of them."""
+"""Limit of one picture: a file of a few kilobytes may unpack to any number of pixels."""
 MOST_CACHED = 256 << 20
 """Bytes of pixels that a processor keeps: the rows of a group have the same pictures."""
 MEDIA_TYPES = {
@@ -46,7 +46,7 @@ MEDIA_TYPES = {
     b"BM": "image/bmp",
     b"RIFF": "image/webp",
 }
-"""Of the `FORMATS`, by how their files begin."""
+"""Media types of the `FORMATS`, by the first bytes of a file."""
 MOST_BLOCKS = 4096
 """Pictures whose places a processor remembers."""
 PROCESSORS = {
@@ -122,7 +122,7 @@ class ImageFeatures:
     embeds: npt.NDArray[np.int64]
     """int64[M]: at which of them its features stand, ascending; at the others, tokens do."""
     name: str
-    """Of the picture: equal ones have equal pixels."""
+    """Name of the picture: equal ones have equal pixels."""
 
 
 class Layout(Protocol):
@@ -250,7 +250,7 @@ class ImageProcessor:
         return found, source
 
     def places(self, tokens: Int32, media: tuple[Media, ...], where: str) -> list[tuple[int, int]]:
-        """Where each picture stands in a row: its first token and how many.
+        """First token and number of tokens of each picture in a row.
 
         A placeholder behind those of the pictures is a token that the policy has sampled; none that it sampled
         between them may be among `tokens`.
@@ -283,7 +283,7 @@ def shared_processor(checkpoint: Path) -> ImageProcessor:
 
 
 def processor_class(preprocessor: Mapping[str, Any]) -> str:
-    """What a preprocessor_config.json names, of `PROCESSORS` or another one."""
+    """The class that a preprocessor_config.json names, in `PROCESSORS` or not."""
     kind = str(preprocessor.get("image_processor_type", ""))
     return kind.removesuffix("Fast").removesuffix("Pil")
 
