@@ -15,7 +15,7 @@ from meshrl.weights.shared_memory import FOLDER, boot_id
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPaths:
-    """Where a process finds the run and the model."""
+    """Paths of the run and the model in one process."""
 
     directory: Path
     """The run's directory; the two ends may see it under different paths."""
@@ -25,7 +25,7 @@ class RunPaths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What both ends of a channel must agree on; the trainer's process decides it and sends it."""
+    """Identity of a channel, equal at both ends; the trainer's process decides it and sends it."""
 
     run: str
     epoch: int

@@ -89,9 +89,9 @@ class WeightCoordinator:
         self._committed: Transaction | None = None
         self._failure: BaseException | None = None
         self._replicas: dict[str, Replica] = {}
-        """By name: the newest joining, also of replicas that are out."""
+        """Newest joining of each replica by name, also of replicas that are out."""
         self._removals: dict[int, asyncio.Future[None]] = {}
-        """By generation, one for each live replica: an error set here removes the replica."""
+        """Futures by generation, one for each live replica: an error set here removes the replica."""
         self._generation = 0
         self._task: asyncio.Task[None] | None = None
         self._straggler_wait: asyncio.Task[None] | None = None
@@ -100,7 +100,7 @@ class WeightCoordinator:
         self._begun_at = 0.0
         """When the proposed version, or the one that is being staged, was taken up."""
         self._pace_s: float | None = None
-        """What the last committed version took from then on."""
+        """Seconds from `_begun_at` to the commit of the last version."""
         self._closed = False
 
     async def start(self) -> None:

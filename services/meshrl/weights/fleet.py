@@ -55,7 +55,7 @@ class ReplicaView:
     state: ReplicaState
     generation: int
     version: Version | None
-    """What its engine serves."""
+    """The version that its engine serves."""
     last_sync_s: float
     """From the proposal of its last version until its engine served it."""
     pause_s: float
@@ -65,7 +65,7 @@ class ReplicaView:
     carrier: str = ""
     """The carrier of its last version, or of the one in transfer."""
     moved_bytes: int = 0
-    """What travelled of its last version; less than the version where its carrier sends what changed."""
+    """Bytes sent for its last version; fewer than the version has where its carrier sends changes."""
     report: ReplicaReport | None = None
     """Its last report; None when it has sent none yet, or is out."""
 

@@ -48,9 +48,9 @@ class SharedChannel:
         self._channel = channel
         self._opening: asyncio.Task[None] | None = None
         self._brought: list[Any] = []
-        """By the members that have come for the next thing."""
+        """Values of the members that wait in the current `meet`."""
         self._result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        """Of that, for all of them."""
+        """Result of that `meet`, for all members."""
         self._work: asyncio.Task[None] | None = None
 
     def open(self, deadline_s: float) -> None:
@@ -312,7 +312,7 @@ class GroupDelivery(Delivery):
         self._end_membership()
 
     async def _propose_somehow(self) -> None:
-        """By the group's channel while there is one to be in, else by this replica's own."""
+        """Propose through the group's channel while this replica is in a group, else through its own."""
         while (member := self._member) is not None:
             try:
                 await self._propose(member)

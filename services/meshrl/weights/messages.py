@@ -37,7 +37,7 @@ def tensor_digest(bucket: Uint8, tensor: TensorSpec) -> int:
 
 
 def hashes_of(manifest: WeightManifest) -> dict[int, tuple[str, Sequence[int]]]:
-    """Of each bucket and its tensors; nothing while the version is being gathered."""
+    """Hashes of each bucket and its tensors; empty while the version is being gathered."""
     of_tensors: dict[int, list[int]] = {}
     for tensor, known in zip(manifest.tensors, manifest.tensor_hashes, strict=False):
         of_tensors.setdefault(tensor.bucket, []).append(known)
@@ -87,7 +87,7 @@ _digests: WeakKeyDictionary[WeightSource, dict[int, asyncio.Future[str]]] = Weak
 
 
 async def chunk_digest(source: WeightSource, index: int) -> str:
-    """Of a bucket that is there; made once, when the first replica that receives on a device asks."""
+    """Digest of a gathered bucket; made once, when the first replica that receives on a device asks."""
     made = _digests.setdefault(source, {})
     if index not in made:
         made[index] = asyncio.ensure_future(asyncio.to_thread(chunks.digest, source.bucket(index)))
@@ -114,7 +114,7 @@ def check_source(
 
 
 def stamp(run: str, generation: int, version: Version | None) -> pb.WeightStamp:
-    """What a message is about; no version is 0.0."""
+    """Stamp of a message: run, generation, and the version, 0.0 where there is none."""
     epoch, step = (version.epoch, version.step) if version is not None else (0, 0)
     return pb.WeightStamp(run=run, generation=generation, epoch=epoch, step=step)
 
@@ -302,7 +302,7 @@ def stream_to_coordinator(channel: grpc.aio.Channel, silence_s: float) -> Coordi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """What a replica has said about itself."""
+    """A replica as it described itself."""
 
     name: str
     host: str
@@ -321,7 +321,7 @@ class Receiver:
     def __init__(self, peer: Peer, link: Link, stream: ReplicaStream) -> None:
         self.peer = peer
         self.link = link
-        """Of the trainer's end, without an endpoint."""
+        """The trainer's end, without an endpoint."""
         self.stream = stream
         self.suspect = False
         """Half of a deadline has passed."""

@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 class Arrival:
-    """What has come of a version stays when another channel brings the rest."""
+    """The received part of a version, kept when another channel brings the rest."""
 
     def __init__(
         self,

@@ -79,7 +79,7 @@ class ServedEngine:
         """
         self.sink = sink
         self.version: Version | None = None
-        """What it serves; None before the first commit."""
+        """The version that it serves; None before the first commit."""
         self.first_commit = asyncio.Event()
         self.on_switch: Callable[[], None] = lambda: None
         """Called when it has switched."""
@@ -213,7 +213,7 @@ class ReplicaController:
 
     @property
     def version(self) -> Version | None:
-        """What the engine serves; None before the first commit."""
+        """The version that the engine serves; None before the first commit."""
         return self._engine.version
 
     async def serving(self) -> None:

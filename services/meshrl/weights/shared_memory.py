@@ -153,7 +153,7 @@ class Probe:
 
     @property
     def offer(self) -> Offer:
-        """What another process needs for `Offer.is_reachable`."""
+        """The offer that another process tests with `Offer.is_reachable`."""
         return Offer(boot_id(), self._name)
 
     def close(self) -> None:

@@ -151,11 +151,11 @@ class Replica:
         self.generation = receiver.link.generation
         """The number of this joining."""
         self.version = version
-        """What its engine serves."""
+        """The version that its engine serves."""
         self.planned: Delivery | None = None
-        """Of the version that it takes together with others next."""
+        """Delivery of the next version, which it takes together with others."""
         self._delivery: Delivery | None = None
-        """Of the version that it takes now; not afterwards, for it keeps the version in memory."""
+        """Delivery of the present version; None afterwards, for it keeps the version in memory."""
         self.carrier = ""
         """The carrier of its last version, or of the one in transfer."""
         self.state = ReplicaState.JOINING
@@ -170,11 +170,11 @@ class Replica:
         self._transport = transport
         self._config = config
         self._served_bytes = 0
-        """Of the last version that was prepared."""
+        """Bytes of the last version that was prepared."""
 
     @property
     def view(self) -> ReplicaView:
-        """What the RPC `Fleet` shows."""
+        """The replica as the RPC `Fleet` shows it."""
         late = self.receiver.suspect and self.state is not ReplicaState.OUT
         return ReplicaView(
             name=self.name,

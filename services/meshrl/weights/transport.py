@@ -60,7 +60,7 @@ class ReceivePlan:
     carrier: str
     link: Link
     arrival: Arrival
-    """What of it is here, perhaps by an earlier plan."""
+    """The part of it that is here, perhaps by an earlier plan."""
 
 
 class Transport(Protocol):

@@ -304,7 +304,7 @@ class VersionReader:
         self._run = run
         self._held = held
         self._chain: tuple[Version, ...] = ()
-        """Of the version that was read last."""
+        """Anchor and patches of the version that was read last."""
 
     def check(self) -> None:
         """Raises UnavailableError when this is not the trainer's store."""

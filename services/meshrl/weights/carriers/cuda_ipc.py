@@ -139,7 +139,7 @@ class Slot:
 
 
 class _End(Channel):
-    """What both ends of a channel have in common."""
+    """Shared part of both ends of a channel."""
 
     def __init__(self, link: Link) -> None:
         self._prefix = link.prefix

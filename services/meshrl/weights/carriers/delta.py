@@ -262,7 +262,7 @@ class PatchReceiver(Channel):
         )
         self._requested: set[_Key] = set()
         self.moved_bytes = 0
-        """Of the bucket that was received last: of its patch, or its own."""
+        """Bytes sent for the last received bucket: of its patch, or its own."""
 
     @override
     async def open(self, deadline_s: float) -> None:
@@ -289,7 +289,7 @@ class PatchReceiver(Channel):
 
     @override
     def committed(self, version: Version) -> None:
-        """What arrived of `version` is the base of the next patches."""
+        """Make the received buckets of `version` the base of the next patches."""
         self._held.commit(version)
 
     @override

@@ -165,7 +165,7 @@ class DiskReceiver(Channel):
 
     @override
     def committed(self, version: Version) -> None:
-        """What arrived of `version` is what the next patches are applied to."""
+        """Make the received buckets of `version` the base of the next patches."""
         self._held.commit(version)
 
     @override

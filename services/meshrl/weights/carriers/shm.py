@@ -239,7 +239,7 @@ class ShmReader(Channel):
 
 
 def offsets(manifest: WeightManifest) -> list[int]:
-    """Where each bucket begins, at a page; the last item is the length of the file (at least a page)."""
+    """First byte of each bucket, at a page; the last item is the length of the file (at least a page)."""
     sizes = (-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for nbytes in manifest.bucket_bytes)
     starts = list(itertools.accumulate(sizes, initial=0))
     starts[-1] = max(starts[-1], mmap.PAGESIZE)

@@ -64,7 +64,7 @@ Words: TypeAlias = npt.NDArray[Any]
 """uint16[n] or uint32[n]."""
 
 UNSIGNED: Final[dict[int, np.dtype[Any]]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
-"""By the bytes of a word."""
+"""Unsigned type by bytes of a word."""
 _SIGNED: Final[dict[int, np.dtype[Any]]] = {2: np.dtype("<i2"), 4: np.dtype("<i4")}
 ESCAPE: Final = 0
 """The code of a difference that takes more than a byte; a changed word never has the difference 0."""
@@ -203,7 +203,7 @@ def _joined(parts: list[Words]) -> Words:
 
 
 class PatchKind(IntEnum):
-    """What the planes are."""
+    """Content of a patch's planes."""
 
     WHOLE = 0
     """The bucket itself."""
@@ -220,7 +220,7 @@ class Head:
     kind: PatchKind
     word_bytes: int
     nbytes: int
-    """Of the bucket."""
+    """Length of the bucket."""
     changed: int
     """Words; 0 in a WHOLE."""
 
@@ -425,7 +425,7 @@ def _differences(width: int) -> Words:
 
 
 _DIFFERENCE: Final = {width: _differences(width) for width in UNSIGNED}
-"""By the code, for each width."""
+"""Difference for each code, by bytes of a word."""
 
 
 __all__ = ["Head", "apply", "encode", "encode_sparse", "head", "whole"]

@@ -69,7 +69,7 @@ class Library(Protocol):
     """One GPU and one NCCL. Raises ConfigError when this process cannot use them."""
 
     version: str
-    """Of NCCL, such as 2.30.7."""
+    """Version of NCCL, such as 2.30.7."""
     memory: str
     """Whose handles `lent` opens: cuda, or stub."""
 

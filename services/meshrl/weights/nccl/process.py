@@ -38,7 +38,7 @@ _MOST_FAILED_LENT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What all ranks must have in common."""
+    """Properties that all ranks must have in common."""
 
     library: str
     version: str
@@ -76,7 +76,7 @@ class NcclProcess:
         self._attached: set[int] = set()
         """Regions of shared memory that it has mapped."""
         self._memory: Uint8 | None = None
-        """Of a broadcast that has not ended well: nobody else may have it while the process may write there."""
+        """Memory of a broadcast that has not ended well, reserved while the process may write there."""
         self._facts: Facts | None = None
         self._killed = False
         self.gpu = self.memory = ""

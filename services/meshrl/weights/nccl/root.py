@@ -15,7 +15,7 @@ from meshrl.weights.nccl.process import NcclProcess, environment
 
 
 def build(options: Mapping[str, object]) -> NcclRoot:
-    """With the options of `NcclConfig`. Raises ConfigError for wrong ones, and where cupy is missing."""
+    """Build with options of `NcclConfig`. Raises ConfigError for wrong ones, and where cupy is missing."""
     config = read_options(NcclConfig, options, where="rollout.engine.nccl")
     environment(config)
     return NcclRoot(config)

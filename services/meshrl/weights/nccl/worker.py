@@ -187,7 +187,7 @@ class Rank:
             self._communicator.abort()
 
     def _device_memory(self, nbytes: int) -> Buffer:
-        """What every bucket goes through."""
+        """The device buffer through which every bucket goes."""
         if self._buffer is None or self._buffer_bytes < nbytes:
             if self._buffer is not None:
                 self._buffer.close()

@@ -36,7 +36,7 @@ nccl: Any = cupy.cuda.nccl
 _CUDA_NOT_READY = 600
 _FLOAT_BYTES = 4
 _SLAB_CHUNKS = 256
-"""Of a digest, at once: 64 MiB."""
+"""Chunks that are digested at once: 64 MiB."""
 
 
 class Library:
@@ -93,7 +93,7 @@ class Library:
         return LentBuffer(handle, self._stream)
 
     def digest(self, buffer: AnyBuffer, nbytes: int) -> str:
-        """By cupy, on its own stream: what was enqueued on ours is over."""
+        """Digest by cupy on its own stream; all work on ours must have ended."""
         pointer = cast(Buffer | LentBuffer, buffer).pointer
         memory = cupy.cuda.UnownedMemory(pointer, nbytes, buffer, self._device)
         return _digest(cupy.ndarray(nbytes, cupy.uint8, cupy.cuda.MemoryPointer(memory, 0)))
@@ -170,7 +170,7 @@ class Communicator:
         self._one: int = runtime.malloc(_FLOAT_BYTES)
 
     def warm_up(self) -> None:
-        """What vLLM's communicator does after its init; without the same here all ranks would hang."""
+        """Do the all-reduce that vLLM's communicator does after its init; without it all ranks would hang."""
         runtime.memsetAsync(self._one, 0, _FLOAT_BYTES, self._stream)
         self._communicator.allReduce(
             self._one, self._one, 1, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, self._stream
@@ -191,13 +191,13 @@ class Communicator:
 
 
 def _digest(data: Any) -> str:
-    """Of a cupy.ndarray uint8[n]."""
+    """Digest of a cupy.ndarray uint8[n]."""
     slab = _SLAB_CHUNKS * CHUNK_WORDS * 8
     return of_chunks(len(data), (_sums(data[at : at + slab]) for at in range(0, len(data), slab)))
 
 
 def _sums(data: Any) -> bytes:
-    """Of each chunk."""
+    """Sum of each chunk, as uint64."""
     padded = cupy.pad(data, (0, -len(data) % (CHUNK_WORDS * 8)))
     words = padded.view(cupy.uint64).reshape(-1, CHUNK_WORDS)
     mixed = (words ^ (words >> cupy.uint64(32))) * cupy.asarray(factors())
