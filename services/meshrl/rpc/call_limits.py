@@ -52,7 +52,7 @@ DISCONNECT_S: Final = 1.0
 
 
 class CallLimits:
-    """What one server holds. Its interceptors count what runs, and refuse what is too much."""
+    """Limits of one server. Its interceptors count calls and their bytes, and refuse any beyond a limit."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class CallLimits:
             ("grpc.server.max_pending_requests", calls),
             ("grpc.server.max_pending_requests_hard_limit", calls),
         )
-        """Of the server."""
+        """gRPC options of the server."""
         self._calls = _Room("calls", calls)
         self._bytes = _Room("bytes of requests", request_bytes)
         self._answers = defaultdict[str, _Room](partial(_Room, "bytes of answers", answer_bytes))
@@ -209,7 +209,7 @@ class _SlowCallers:
 
 @lru_cache(maxsize=MAX_CONNECTIONS)
 def _address(peer: str) -> str:
-    """Of gRPC's ipv4:10.0.0.1:50250, ipv6:%5B::1%5D:50250, unix:."""
+    """The address in gRPC's ipv4:10.0.0.1:50250, ipv6:%5B::1%5D:50250, unix:."""
     return unquote(peer.partition(":")[2].rpartition(":")[0]) or "this machine"
 
 
@@ -241,7 +241,7 @@ class _Held(Answered):
 
 
 class _Room:
-    """So much of one thing, and a share of it for each who holds some."""
+    """A limited amount of one resource, and the share of each holder."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what = what
@@ -269,7 +269,7 @@ class _Room:
             self._used_by[holder] = before + amount
 
     def give_back(self, holder: str, amount: int) -> None:
-        """What `take` took."""
+        """Return an amount that `take` has taken."""
         self._used -= amount
         left = self._used_by.pop(holder) - amount
         if left:

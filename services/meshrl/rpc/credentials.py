@@ -46,7 +46,7 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class MeshRole(StrEnum):
-    """What a credential of a run allows: `meshrl.rpc.identity` has the table. Only `operator` includes others."""
+    """Rights of a run's credential: `meshrl.rpc.identity` has the table. Only `operator` includes others."""
 
     FEEDER = "feeder"
     ROLLOUT = "rollout"
@@ -89,12 +89,12 @@ def new_token() -> tuple[str, str]:
 
 
 def sha256(token: str) -> str:
-    """What a server keeps of a token."""
+    """Hash of a token, which a server keeps instead of the token."""
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class Reloaded(Generic[T]):
-    """What `read` makes of a file, made again when the file changes. A file that went bad is logged and ignored."""
+    """The result of `read` for a file, read again when the file changes. An invalid file is logged and ignored."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 class Credential:
-    """What a client presents: a token, or the file of one."""
+    """A client's credential: a token, or the file of one."""
 
     def __init__(self, source: str | Path) -> None:
         """Raises ConfigError for a file that cannot be read, holds no token, or that others may read or write."""
@@ -153,11 +153,11 @@ class Credential:
             self._metadata = lambda: fixed
 
     def metadata(self) -> Metadata:
-        """Of a call."""
+        """`authorization` metadata of a call."""
         return self._metadata()
 
     def environment(self) -> Mapping[str, str]:
-        """What makes another process of this service present the same."""
+        """Variables that give another process of this service the same credential."""
         if self.path is not None:
             return {FILE_VARIABLE: str(self.path)}
         return {TOKEN_VARIABLE: self.metadata()[0][1].removeprefix("Bearer ")}
@@ -174,7 +174,7 @@ def use(credential: Credential | None, verifiers: Path | None = None) -> None:
 
 
 def in_use() -> Credential | None:
-    """What this process presents: as set by `use`, else as the environment says."""
+    """The credential of this process: as set by `use`, else as the environment says."""
     return _in_use if _in_use is not None else from_environment()
 
 
@@ -198,12 +198,12 @@ def forget_environment() -> None:
 
 
 def file_of_role(run_dir: Path, role: MeshRole) -> Path:
-    """Where the credential of a role lies."""
+    """Path of the credential of a role."""
     return run_dir / FOLDER / role
 
 
 def verifiers_file(run_dir: Path) -> Path:
-    """Where the verifiers lie."""
+    """Path of the verifiers."""
     return run_dir / FOLDER / VERIFIERS_NAME
 
 
@@ -237,7 +237,7 @@ def use_for_service(
 
 
 def service_environment(run_dir: Path, kind: str) -> Mapping[str, str]:
-    """What `up` tells a service of this kind; empty variables hide those of whoever started `up`."""
+    """Variables that `up` sets for a service of this kind; empty ones hide those of the user's environment."""
     role = role_of(kind)
     return {
         TOKEN_VARIABLE: "",
@@ -247,7 +247,7 @@ def service_environment(run_dir: Path, kind: str) -> Mapping[str, str]:
 
 
 def own_environment() -> Mapping[str, str]:
-    """What makes a further process of this service present and verify the same."""
+    """Variables that give a further process of this service the same credential and verifiers."""
     found = dict(_in_use.environment()) if _in_use is not None else {}
     if _verifiers_in_use is not None:
         found[VERIFIERS_VARIABLE] = str(_verifiers_in_use)

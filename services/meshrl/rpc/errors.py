@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 Status = TypeVar("Status")
 
 DRAINING: Final = "the service is draining"
-"""What a service that ends answers."""
+"""Answer of a service that ends."""
 DETAIL_KEY: Final = "meshrl-error-bin"
 MAX_TEXT: Final = 2_000
 """Characters of a message or of one detail, because metadata is bounded. Longer texts belong in a log."""
@@ -62,7 +62,7 @@ STATUS: Mapping[type[MeshError], grpc.StatusCode] = {
     InfraError: grpc.StatusCode.INTERNAL,
     MeshError: grpc.StatusCode.UNKNOWN,
 }
-"""By class. A subclass has its parent's status."""
+"""Status by class. A subclass has its parent's status."""
 
 
 class PortInUseError(UserError):

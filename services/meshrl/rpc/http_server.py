@@ -303,7 +303,7 @@ class HttpServer:
 
 
 _common_headers: list[tuple[bytes, bytes]] = []
-"""Of every answer of this process."""
+"""Headers of every answer of this process."""
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:

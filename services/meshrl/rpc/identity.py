@@ -74,7 +74,7 @@ PAGES: Final[Mapping[str, frozenset[MeshRole]]] = {
     CLAIM: frozenset((MeshRole.AGENT, MeshRole.OPERATOR)),
     VIEW: frozenset((MeshRole.READER, MeshRole.OPERATOR)),
 }
-"""What HTTP alone serves, and to whom. Its routes of the reward registry are methods of METHODS."""
+"""Roles by page that HTTP alone serves. Its routes of the reward registry are methods of METHODS."""
 
 _REGISTRY: Final = "/meshrl.v1.RewardRegistry"
 TokenRole: TypeAlias = Literal["read", "submit", "operate", "claim"]
@@ -122,11 +122,11 @@ class Principal:
     """A caller who is known."""
 
     name: str
-    """Of its token or certificate; else its role."""
+    """Name of its token or certificate; else its role."""
     roles: frozenset[MeshRole]
     """Empty where nobody is asked."""
     token: frozenset[TokenRole] | None = None
-    """What its token says; None: it showed none."""
+    """Roles of its token; None: it showed none."""
     peer: str = ""
     door: str = ""
 
@@ -148,7 +148,7 @@ ANYBODY: Final = Principal(name="anonymous", roles=frozenset())
 _BY_CREDENTIAL: Final = {role: Principal(name=role, roles=frozenset((role,))) for role in MeshRole}
 
 CALLER: ContextVar[Principal] = ContextVar("caller", default=ANYBODY)
-"""Of the call that runs."""
+"""The caller of the running call."""
 
 
 class TokenEntry(Config):
@@ -157,9 +157,9 @@ class TokenEntry(Config):
     name: str = Field(min_length=1, max_length=64, pattern=r"^[\x21-\x7e]+$")
     """For the audit log; several tokens may share it."""
     roles: list[TokenRole]
-    """What it allows."""
+    """Rights of the token."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """Of the token."""
+    """SHA-256 of the token."""
 
 
 class TokenFile(Config):

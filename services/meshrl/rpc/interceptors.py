@@ -74,7 +74,7 @@ class InterceptedHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         self._interceptors = tuple(interceptors)
         self._offered: list[Handlers] = []
         self._wrapped: dict[str, Handler] = {}
-        """By method. Never invalidated, because a servicer's methods do not change."""
+        """Wrapped handlers by method. Never invalidated, because a servicer's methods do not change."""
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Handlers]) -> None:
         """Called by generated code, as on a grpc server."""
@@ -356,7 +356,7 @@ class Pace:
         self._timer: asyncio.TimerHandle | None = None
 
     def sends(self, nbytes: int) -> None:
-        """So much is on its way."""
+        """Start the timer of `nbytes` that are on their way."""
         loop = asyncio.get_running_loop()
         self._began = loop.time()
         self._left_s += nbytes / LEAST_RATE

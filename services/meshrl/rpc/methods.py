@@ -35,7 +35,7 @@ STAGES: Final = (MeshRole.ROLLOUT, MeshRole.REWARD, MeshRole.REFERENCE, MeshRole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodRow:
-    """What the .proto does not say of a method."""
+    """Properties of a method that the .proto does not have."""
 
     name: str
     """In the .proto."""
@@ -158,7 +158,7 @@ class MethodTable:
 
     service: ClassVar[ServiceDescriptor]
     methods: ClassVar[Mapping[str, Method]]
-    """By name in the .proto, in its order."""
+    """Methods by name in the .proto, in its order."""
     by_hand: ClassVar[Sequence[MethodRow]] = ()
     """Rows of methods that client and servicer have by hand, and that no port has."""
 

@@ -78,7 +78,7 @@ class NoProgressError(InfraError):
 
 
 class ServerSettings(Config):
-    """Where a service listens and how it ends."""
+    """Addresses on which a service listens, and its shutdown."""
 
     host: str = "127.0.0.1"
     """The host name or IP address to bind."""
@@ -435,7 +435,7 @@ def _report(error: BaseException) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceContext:
-    """What `meshrl serve` passes to a service."""
+    """Arguments of a service from `meshrl serve`."""
 
     name: str
     """Unique in the mesh and the same after a restart; it identifies leases and replicas."""

@@ -290,7 +290,7 @@ class RewardRegistryServicer(TableServicer, table=RewardRegistryTable):
         self._registry = registry
         self._changes = changes
         self.http_address = ""
-        """Of the HTTP server; empty while there is none."""
+        """Address of the HTTP server; empty while there is none."""
 
     async def SubmitReward(
         self, request: reward_registry_pb2.SubmitRewardRequest, context: Context
@@ -340,7 +340,7 @@ class Telling(Protocol):
 
 
 class RolloutServicer(TableServicer, table=RolloutTable):
-    """What an engine says of itself."""
+    """The statistics of an engine."""
 
     def __init__(self, engine: Telling) -> None:
         super().__init__(engine)

@@ -187,7 +187,7 @@ class _Method:
     def future(
         self, *args: Any, metadata: Sequence[tuple[str, str]] | None = None, **kwargs: Any
     ) -> Any:
-        """Of blocking channels."""
+        """Begin a call on a blocking channel."""
         every = (*self._metadata(), *(metadata or ()))
         return self._bound().future(*args, metadata=every, **kwargs)
 
@@ -273,7 +273,7 @@ def server_tls(certificates: Certificates) -> ServerTls | None:
 
 
 def reloaded(certificates: Certificates, read: Callable[[Path], T]) -> Reloaded[T]:
-    """What `read` makes of the certificates, again when one of their files changes. Raises what `read` raises."""
+    """The result of `read` for the certificates, read again when a file changes. Raises what `read` raises."""
     paths = (getattr(certificates, file.name) for file in fields(certificates))
     first, *also = (path for path in paths if path is not None)
     return Reloaded(first, read, every_s=RELOAD_S, also=also)

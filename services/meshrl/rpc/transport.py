@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
-"""Of one message, in both directions. Bulk data goes in streams of much smaller messages."""
+"""Limit of one message, in both directions. Bulk data goes in streams of much smaller messages."""
 MAX_STREAM_BYTES: Final = 1 << 30
-"""Of all messages of one streamed request, because the server holds it until it is complete."""
+"""Limit of all messages of one streamed request, because the server holds it until it is complete."""
 MAX_CALLS: Final = 16_384
-"""That a server holds at once, waiting ones and streams included; each takes some 30 kB. 1,000 workers of one address
-wait in 2,000 and may make 10,000 more."""
+"""Limit of calls that a server holds at once, waiting ones and streams included; each takes some 30 kB. 1,000 workers
+of one address wait in 2,000 and may make 10,000 more."""
 MAX_REQUEST_BYTES: Final = 2 << 30
-"""Of all requests that a server holds at once."""
+"""Limit of all requests that a server holds at once."""
 MAX_ANSWER_BYTES: Final = 512 << 20
 """Payload that a server has read for answers and not sent, in all calls of one role at once."""
 MAX_CONNECTIONS: Final = 16_384
-"""Of one server; a worker has two or three to its queue."""
+"""Limit of one server; a worker has two or three connections to its queue."""
 MAX_METADATA_BYTES: Final = 64 << 10
 """Enough for an error with its details; gRPC's default of 8 KiB is less than a traceback."""
 MAX_WAIT_S: Final = 60.0

@@ -124,7 +124,7 @@ def _is_address(name: str) -> bool:
 
 
 def _content(headers: Mapping[str, str]) -> str:
-    """What is wrong with the declared type of the body; empty if nothing is, or if there is no body."""
+    """The fault of the body's declared type; empty without one, or without a body."""
     has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if not kind and not has_body:

@@ -208,7 +208,7 @@ class Connection:
         poll_s: float = POLL_S,
         answer_s: float = ANSWER_S,
     ) -> None:
-        """With `patience`, calls that a full disk refuses are repeated until there is space (patience.py).
+        """Repeat calls that a full disk refuses until there is space, if `patience` is given (patience.py).
 
         A call of `poll` waits for `poll_s` at most; the deadline of a call that waits for nothing is `answer_s`.
         """

@@ -1,4 +1,4 @@
-"""What operators ask: the methods of the queue's store and of the reward registry, and their clients."""
+"""Method tables and clients for operators: the queue's store and the reward registry."""
 
 from __future__ import annotations
 

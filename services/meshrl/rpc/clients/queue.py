@@ -196,7 +196,7 @@ class LeaseRenewer:
         self._changed = threading.Condition()
         self._owners: list[_Owner] = []
         self._streams: dict[str, EndingStream] = {}
-        """By worker. The renewer's thread opens them, a gRPC thread removes those that ended."""
+        """Streams by worker. The renewer's thread opens them, a gRPC thread removes those that ended."""
         self._reopen_at = 0.0
         self._closing = False
         self._channel: grpc.Channel | None = None
@@ -369,16 +369,16 @@ class ClientOptions(TypedDict, total=False):
     retry_s: float
     """Seconds for which calls are repeated while the queue is away."""
     compression: Mode
-    """Of payload sent over the network."""
+    """Compression of payload sent over the network."""
     patience: Patience | None
-    """With it calls wait while the queue's disk is full, and not for long in a process that is about to end; without
-    it they raise CapacityError."""
+    """Patience of calls while the queue's disk is full, short in a process that is about to end; without it they
+    raise CapacityError."""
     connect: Connect
     """Opens the channel."""
     credential: Credential | None
-    """What calls present; without it that of the process. Without effect where `connect` and `renewer` are given."""
+    """Credential of calls; without it that of the process. Ignored where `connect` and `renewer` are given."""
     renewer: Callable[[str, str, Metadata], Renewer]
-    """From the queue's name in messages, its address and the metadata of calls."""
+    """Factory of renewers, from the queue's name in messages, its address and the metadata of calls."""
 
 
 class QueueClient(GrpcClient, QueueTable):
