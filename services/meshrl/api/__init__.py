@@ -148,7 +148,7 @@ class Run:
         limit: int | None = None,
         per_token: bool = False,
     ) -> list[dict[str, Any]]:
-        """What the model said, and what it got for it: `pandas.DataFrame(run.rows(step=12))`.
+        """Rows with the model's answers and their rewards: `pandas.DataFrame(run.rows(step=12))`.
 
         Args:
             step: A number, `"10-20"` or `"all"`; None is the newest step, all of them with `uid`.
@@ -311,7 +311,7 @@ class RunHistory:
         return round(sum(rows) / len(rows) * self.steps) if rows else 0
 
     def values(self, metric: str) -> list[float]:
-        """Of one metric, in the order of its steps; empty where there is none."""
+        """Values of one metric in the order of its steps; empty where there is none."""
         curve = self._curve(metric)
         return curve.values if curve else []
 

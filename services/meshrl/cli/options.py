@@ -70,9 +70,9 @@ class NamedRun:
     path: Path | None = None
     """Its directory; None: the newest one here."""
     queue: str | None = None
-    """Where it is asked for by its name."""
+    """Address of the queue that is asked for the run by its name."""
     name: str | None = None
-    """At the queue, or at that of the directory; None: as the directory says."""
+    """Its name at that queue, or at the directory's queue; None: the name that the directory says."""
 
     @property
     def directory(self) -> Path:
@@ -148,7 +148,7 @@ def _words(words: tuple[str, ...], behind: str) -> tuple[Any, ...]:
 
 
 def _named(run: Path | None, run_dir: Path | None, name: str | None, queue: str | None) -> NamedRun:
-    """What a word, `--run-dir` and `--run` come to; an option counts before the environment."""
+    """The run that a word, `--run-dir` and `--run` name; an option counts before the environment."""
     source = click.get_current_context().get_parameter_source
     if run is not None and source("run_dir") is ParameterSource.COMMANDLINE:
         raise UserError(f"RUN and --run-dir are two names of a run: {run} and {run_dir}; give one")

@@ -52,7 +52,7 @@ class Position(NamedTuple):
 
     epoch: int
     step: int
-    """Where training starts: the optimizer steps of the checkpoint."""
+    """Optimizer steps of the checkpoint from which training starts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,7 +153,7 @@ def show(context: click.Context, name: str, version: str) -> None:
 @click.argument("new", default="")
 @click.pass_context
 def diff(context: click.Context, name: str, old: str, new: str) -> None:
-    """What changed from version OLD to NEW, or to the current one."""
+    """Print the changes from version OLD to NEW, or to the current one."""
     text: str = _ask(context, lambda client: client.diff(name, old, new))
     say(text.removesuffix("\n"), lines=True)
 

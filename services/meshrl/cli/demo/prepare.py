@@ -71,7 +71,7 @@ HELD_OUT = 256
 SFT_ROWS = 12_800
 RL_PROMPTS = 4_096
 THINKING_SHARE = 0.25
-"""Of the second fine-tuning's rows; the rest answer at once."""
+"""Share of the second fine-tuning's rows that think; the rest answer at once."""
 
 
 def prepare(
