@@ -75,7 +75,7 @@ class TlsConfig(Config):
     """Certificates, as PEM files. With none, connections are not encrypted."""
 
     cert: Path | None = None
-    """Of a service, and of a client where `client_ca` asks for one; its names must cover the hosts called."""
+    """Certificate of a service, and of a client if `client_ca` asks for one; it must name the hosts called."""
     key: Path | None = None
     """Private key of `cert`."""
     ca: Path | None = None

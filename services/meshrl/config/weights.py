@@ -57,8 +57,8 @@ class WeightsConfig(Config):
     cuda_ipc on one host, delta for what changed, disk through a directory or an object store; auto takes shm on the
     trainer's host, elsewhere nccl between GPUs, else disk where there is a `directory`, else gloo."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What floating-point tensors are cast to before they are sent; where a recipe does not name it and trains on a
-    GPU, `model.param_dtype`. A run goes on with the type it began with."""
+    """Type in which floating-point tensors are sent; where a recipe does not name it and trains on a GPU,
+    `model.param_dtype`. A run goes on with the type it began with."""
     bucket_bytes: PositiveInt = 64 << 20
     """Tensors are sent in buckets of about this many bytes; a bucket is hashed, resent and timed as one."""
     host: str = "127.0.0.1"
