@@ -1,4 +1,4 @@
-"""What the HTTP apps share: who asks, a limit of the body, JSON, and failures as problem JSON (RFC 9457)."""
+"""Shared parts of the HTTP apps: callers, a limit of the body, JSON, failures as problem JSON (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def first_mistake(error: RequestValidationError) -> tuple[str, str]:
 
 
 def presented_by(request: Request, subject: str = "") -> Presented:
-    """What the caller shows of itself; `subject` is what the request is about."""
+    """The identity that a request presents; `subject` names the object of the request."""
     return Presented(
         authorization=request.headers.get("authorization", ""),
         names=getattr(request.state, CERTIFICATE, None),

@@ -49,7 +49,7 @@ class TextPart(Body):
 
 
 class ImageUrl(Body):
-    """Where a picture is."""
+    """A picture as a URL."""
 
     url: Annotated[str, Field(pattern=r"^data:image/[a-z+*.-]+;base64,")]
     """`data:image/png;base64,...`: pictures are not fetched."""
@@ -120,7 +120,7 @@ class ToolBody(Body):
 
 
 class StreamOptions(Body):
-    """Of a streamed answer."""
+    """Options of a streamed answer."""
 
     include_usage: bool | None = False
 

@@ -130,7 +130,7 @@ class ToolItem(Body):
     name: str = ""
     description: str = ""
     parameters: dict[str, JsonValue] | None = None
-    """Of a function."""
+    """JSON Schema of a function's arguments."""
 
     def function(self) -> dict[str, Json]:
         """As chat templates read it."""

@@ -56,7 +56,7 @@ class SessionTable:
     def __init__(self, *, prompt_tokens: int | None) -> None:
         """Serves at once: callers who claim before there is a worker wait for it."""
         self.url = ""
-        """Of the HTTP server, `http://host:port`; empty before it serves."""
+        """Address of the HTTP server, `http://host:port`; empty before it serves."""
         self.prompt_tokens = prompt_tokens
         self.opened_ever = 0
         self.tokens_left_out = 0

@@ -51,11 +51,11 @@ HEADERS: Final[Mapping[str, str]] = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-"""Of every response. The page loads nothing from elsewhere, and no text can become markup or a script in it."""
+"""Headers of every response. The page loads nothing from elsewhere, and no text becomes markup or script in it."""
 
 
 class LiveServices(Protocol):
-    """What the services of a run say, as JSON. The methods raise MeshError."""
+    """Reports of a run's services, as JSON. The methods raise MeshError."""
 
     def is_up(self, run_dir: Path) -> bool:
         """True while the run is made."""
@@ -88,7 +88,7 @@ class ViewedRun:
         self.metrics = MetricsFile(self.directory / METRICS_NAME)
 
     def state(self, up: bool) -> dict[str, Any]:
-        """What the page follows."""
+        """The state whose changes are streamed to the page."""
         with self.lock:
             self.metrics.refresh()
             return {
@@ -170,7 +170,7 @@ class _Headers:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """What the routes answer from."""
+    """Objects that the routes share."""
 
     runs: Mapping[str, ViewedRun]
     live: LiveServices
@@ -241,7 +241,7 @@ def _add_runs(router: APIRouter) -> None:
 
     @router.get("/signs")
     def signs() -> list[dict[str, Any]]:
-        """What a warning means: the paragraphs of docs/how-to/learning-fails.md."""
+        """Meanings of the warnings: the paragraphs of docs/how-to/learning-fails.md."""
         return [
             {"key": sign.key, "title": sign.title, "metrics": sign.metrics, "command": sign.command}
             | {"means": sign.means, "change": sign.change}
@@ -331,7 +331,7 @@ def _add_live(router: APIRouter) -> None:
     def rights(
         run: Run, shown: All, authorization: Annotated[str, Header()] = ""
     ) -> dict[str, bool]:
-        """What the caller may change."""
+        """Rights of the caller to change the run."""
         try:
             shown.admission.check_operator(run.key, authorization)
         except (UnauthenticatedError, ForbiddenError):
@@ -365,7 +365,7 @@ def _add_timeline(router: APIRouter) -> None:
 
     @router.get("/runs/{key}/timeline")
     def timeline(run: Run, step: int | None = None) -> dict[str, Any]:
-        """Of the newest step with spans if none is given."""
+        """One step's timeline; by default the newest step with spans."""
         files = SpanFiles(run.directory)
         steps = files.steps()
         bounds = {"first": steps[0], "last": steps[-1]} if steps else {}

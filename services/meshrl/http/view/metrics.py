@@ -32,7 +32,7 @@ CHUNK_BYTES = 1 << 24
 MOST_LINE_BYTES = 1 << 22
 """A line without an end that is longer is broken."""
 MOST_SPANS = 4000
-"""Of one timeline: the longest."""
+"""Spans of one timeline; the longest are kept."""
 NAMES = ("name", "service", "trace")
 Line = dict[str, Any]
 
@@ -55,7 +55,7 @@ class MetricCurve:
 
 
 class MetricsFile:
-    """What is known of one metrics.jsonl. `refresh` reads what was appended."""
+    """The numbers of one metrics.jsonl. `refresh` reads appended lines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -80,7 +80,7 @@ class MetricsFile:
 
     @property
     def problem(self) -> str:
-        """What is wrong with the file, in one line; empty if nothing is."""
+        """The file's fault, in one line; empty without one."""
         if self._unreadable:
             return self._unreadable
         if self._broken:
@@ -185,7 +185,7 @@ class SpanFiles:
 
     @property
     def problem(self) -> str:
-        """What is wrong with the files, in one line; empty if nothing is."""
+        """The files' faults, in one line; empty without any."""
         if not self._folder.is_dir():
             return f"{self._folder}: no spans: run.trace says which share of the rows is traced (run.trace=0.1)"
         told = [f"{name}: {counted(count, 'line')}" for name, count in sorted(self._broken.items())]
