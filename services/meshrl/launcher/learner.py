@@ -27,7 +27,7 @@ from meshrl.trainer.ranks.world import World
 
 
 def build_learner(recipe: Recipe, total_steps: int | None, world: World) -> Learner:
-    """What one rank trains. Every rank calls this.
+    """Build the learner of one rank. Every rank calls this.
 
     Raises:
         UserError: a model that cannot be loaded. ConfigError: an algorithm that asks for what nobody provides.

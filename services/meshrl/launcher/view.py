@@ -34,9 +34,9 @@ class MeshStatus:
     started: float = field(default_factory=time.monotonic)
     trainer: TrainerStatus | None = None
     steps: int = 0
-    """Seen to be made since `up` began."""
+    """Steps seen since `up` began."""
     saved_step: int | None = None
-    """Of the newest checkpoint, once all is over."""
+    """Step of the newest checkpoint, once the run is over."""
     rewards: dict[int, float] = field(default_factory=dict)
     """Mean reward by step."""
     scores: dict[int, float] = field(default_factory=dict)

@@ -76,7 +76,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     @property
     def _clock_resolution(self) -> float:
-        """What is due that soon is due now; asyncio's nanosecond is nothing beside a year."""
+        """Seconds by which a timer may be early: asyncio's nanosecond is lost in the rounding of a year."""
         return 2 * math.ulp(self._clock.now)
 
     @_clock_resolution.setter
@@ -111,7 +111,7 @@ class Outlook:
 
 @dataclass(slots=True, kw_only=True)
 class _Sums:
-    """What has come together since the start, at the end of a step."""
+    """Sums from the start to the end of a step."""
 
     at: float = 0.0
     rows: int = 0

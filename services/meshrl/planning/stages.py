@@ -42,7 +42,7 @@ STAGES: Final = (
     StageSpec(name=ROLLOUT_STAGE.name, reads=ROLLOUT_STAGE.reads, writes=("response_text",)),
     StageSpec(name=REWARD_STAGE.name, reads=("response_text",), writes=("reward_hash",)),
 )
-"""With one column each: the queue looks into each column that is written."""
+"""Stages with one column each, because the queue examines every column that is written."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ class PricedQueue:
         self.clock = asyncio.get_running_loop().time
         self.processor = Processor(setting, self.clock)
         self.published = FIRST
-        """What the queue knows of the fleet's version."""
+        """The fleet's version, as the queue knows it."""
 
     async def lease(
         self,
