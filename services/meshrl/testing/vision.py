@@ -175,7 +175,7 @@ PROCESSORS = {
     **dict.fromkeys(MIXTURES, "Qwen3VLProcessor"),
     "SmolVLM": "SmolVLMProcessor",
 }
-"""What vLLM loads, which is not asked for pixels."""
+"""Processors that vLLM loads and does not ask for pixels."""
 TILES = {
     "image_processor_type": "SmolVLMImageProcessor",
     "do_image_splitting": True,

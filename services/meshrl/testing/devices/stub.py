@@ -62,7 +62,7 @@ class StubDevice:
         os.close(pointer)
 
     def open(self, handle: bytes) -> int:
-        """By its name."""
+        """Open the file of that name."""
         return _open(handle, os.O_RDONLY)
 
     def read(self, pointer: int, host: Uint8) -> None:

@@ -52,7 +52,7 @@ Push: TypeAlias = Callable[[GenerateDelta | MeshError], None]
 
 
 class Behaviour(StrEnum):
-    """What the engine does."""
+    """The engine's reaction to requests."""
 
     ANSWER = "answer"
     FAIL = "fail"

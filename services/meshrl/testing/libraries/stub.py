@@ -96,7 +96,7 @@ class Library:
         return Host(memory)
 
     def buffer(self, nbytes: int) -> Buffer:
-        """Of this process's own memory."""
+        """A buffer in this process's own memory."""
         return Buffer(nbytes, self._stream)
 
     def gpu(self) -> str:
@@ -109,7 +109,7 @@ class Library:
         return Buffer(nbytes, self._stream, opened(handle, nbytes))
 
     def digest(self, buffer: AnyBuffer, nbytes: int) -> str:
-        """Of the file."""
+        """Digest of the first `nbytes` bytes."""
         import numpy as np  # as the next: a second of a process's start on a busy machine
 
         from meshrl.common.chunk_digest import digest

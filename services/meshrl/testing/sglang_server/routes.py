@@ -31,7 +31,7 @@ Body = dict[str, Any]
 
 @dataclass(slots=True, kw_only=True)
 class Fault:
-    """What a route answers next instead of its normal answer."""
+    """An error that a route answers with instead of its normal answer."""
 
     status: int
     message: str
