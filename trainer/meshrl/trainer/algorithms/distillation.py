@@ -27,7 +27,7 @@ from meshrl.trainer.config import DistillationConfig
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Distilled:
-    """What `distil` returns."""
+    """Result of `distil`."""
 
     advantages: Tensor
     """float32[N]"""
@@ -61,7 +61,7 @@ def distil(
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Told:
-    """What `forward_kl` returns."""
+    """Result of `forward_kl`."""
 
     loss: Tensor
     """float32[N], with gradient: nats."""

@@ -89,7 +89,7 @@ class KlController:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PenalisedRewards:
-    """What `kl_in_reward` returns."""
+    """Result of `kl_in_reward`."""
 
     token_rewards: Tensor
     """float32[N]: r_t = score_t - β · KL_t at trained tokens, score_t at masked ones."""

@@ -1,4 +1,4 @@
-"""What an algorithm asks of the mesh, decided once from its configuration. Imports no torch.
+"""Requirements of an algorithm on the mesh, decided once from its configuration. Imports no torch.
 
 The columns that services write, the models that the trainer trains beside the policy, the passes that it makes before
 an update: recipe, queue and trainer all ask here, so that they cannot disagree.
@@ -35,7 +35,7 @@ PROVIDED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What one algorithm needs."""
+    """Requirements of one algorithm."""
 
     reference: bool
     """`ref_logprobs` of every row: a reference service."""
@@ -48,7 +48,7 @@ class Needs:
     greedy: bool
     """One more row per group, sampled greedily; it is not trained, its reward is the group's baseline."""
     steps: bool
-    """Where the steps of a row begin, and from which observation."""
+    """Start of each step of a row, and the observation that the step answers."""
     data_answers: bool
     """The data's own answer as one more row beside each: the trainer tokenises it."""
     old_logprobs: bool

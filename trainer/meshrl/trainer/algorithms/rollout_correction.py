@@ -147,7 +147,7 @@ def parse_threshold(threshold: float | str) -> tuple[float | None, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """What `correct` returns."""
+    """Result of `correct`."""
 
     weights: Tensor | None
     """float32[N], detached, 0 at masked tokens; None when `rollout_is` is off."""

@@ -1,4 +1,4 @@
-"""What an advantage estimator reads and returns."""
+"""Inputs and results of advantage estimators."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class AdvantageBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advantages:
-    """What an estimator returns; both 0 at masked tokens."""
+    """Result of an estimator; both tensors are 0 at masked tokens."""
 
     advantages: Tensor
     """float32[N]"""

@@ -58,7 +58,7 @@ class PrimeConfig(Config):
     reward_gt_coef: float = 5.0
     """Weight of the verifier's outcome."""
     optim: RewardModelOptimConfig = RewardModelOptimConfig(lr=1e-6, clip_grad=10.0)
-    """Of the implicit reward model π_φ, which starts as the policy does."""
+    """Optimizer of the implicit reward model π_φ, which starts as the policy does."""
     update: Literal["before", "after"] = "before"
     """Train π_φ on a batch before or after it scores the batch."""
 

@@ -1,4 +1,4 @@
-"""What a policy loss reads and returns, and the pieces that several losses share."""
+"""Inputs and results of policy losses, and the pieces that several losses share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOutput:
-    """What a policy loss returns."""
+    """Result of a policy loss."""
 
     loss: Tensor
     """Scalar; micro-batch losses add up to the mini-batch's."""

@@ -32,6 +32,6 @@ DEFAULTS = {
 def overlong_penalty(
     lengths: Tensor, *, max_response_length: int, buffer: int, factor: float = 1.0
 ) -> Tensor:
-    """What to add to the rewards, float32[B] and never positive; `lengths` int64[B] in tokens."""
+    """Penalty to add to the rewards, float32[B], never positive; `lengths` int64[B] in tokens."""
     over = lengths - (max_response_length - buffer)
     return (-over / buffer * factor).clamp(max=0)
