@@ -71,7 +71,7 @@ class Keep:
     """All whose step is a multiple of this stay as well."""
 
     def drops(self, versions: list[Version]) -> list[Version]:
-        """What goes, of `versions`, newest first."""
+        """Versions to delete; `versions` are in order, newest first."""
         old = versions[self.newest :]
         return [v for v in old if self.every is None or v.step % self.every]
 
@@ -100,7 +100,7 @@ class TrainerState:
 
 
 class Checkpoints(Protocol):
-    """What a trainer needs of its checkpoints: this module by default."""
+    """Interface of a trainer's checkpoints; this module is the default."""
 
     def describe(
         self, state: TrainerState, policy: Policy, beside: Mapping[str, Trained] | None = None
@@ -320,7 +320,7 @@ def read_state(path: Path, world: World | None = None) -> TrainerState:
 
 
 def _damage(path: Path, expected: Mapping[str, str]) -> str:
-    """What is wrong with the files of `expected`, file name to hash; empty if nothing is."""
+    """First damage to the files of `expected`, file name to hash; empty if there is none."""
     for name, digest in expected.items():
         try:
             present = _hash(path / name)

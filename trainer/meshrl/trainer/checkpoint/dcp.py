@@ -66,10 +66,10 @@ _SAFE = {
     "pathlib._local": {"PosixPath"},  # its place in Python 3.13
     "collections": {"OrderedDict"},
 }
-"""By module: plain records of DCP, and the values in them."""
+"""Names that may be unpickled, by module: plain records of DCP, and the values in them."""
 
 Tensors: TypeAlias = dict[str, Any]
-"""What DCP calls a state dict: models and optimizers by name, nested."""
+"""A state dict of DCP: models and optimizers by name, nested."""
 
 
 class SafeReader(FileSystemReader):
@@ -180,7 +180,7 @@ def tensors_of(
 
 
 def _trained_state(model: nn.Module) -> Tensors:
-    """What training changes: frozen parameters are where the run started from."""
+    """State dict without frozen parameters, which do not change in training."""
     state: Tensors = get_model_state_dict(model)
     # Not DCP's `ignore_frozen_params`: it leaves a tied tensor in under its second name.
     trained = {name for name, p in model.named_parameters() if p.requires_grad}

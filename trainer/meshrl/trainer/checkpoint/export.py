@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
     GENERATION_FILE,
 )
 PICTURE_FILES = ("*preprocessor_config.json", "processor_config.json")
-"""What makes pixels of pictures, in the checkpoint that the policy comes from."""
+"""Settings of image processors, in the checkpoint that the policy comes from."""
 
 
 MAX_SHARD_SIZE = "5GB"
@@ -179,7 +179,7 @@ def export_adapter(
 
 
 def _finish(writing: Path, target: Path, tokenizer: Path) -> None:
-    """With the tokenizer's files beside the weights, `writing` becomes `target`, as readable as the umask lets it be.
+    """Copy the tokenizer's files into `writing` and rename it to `target`, as readable as the umask lets it be.
 
     Safetensors' files are nobody else's to read, and copies have the modes of what they are copied from.
     """
