@@ -40,7 +40,7 @@ FIRST_ROWS = 8
 MOST_ROWS = 256
 """Rows that are read to find one that is not too long."""
 ROUTER_BIAS = "e_score_correction_bias"
-"""What a router adds to its scores to choose experts, in transformers' models."""
+"""Bias that a router adds to its scores to choose experts, as transformers' models name it."""
 
 
 def check_model(model: ModelConfig, machine: Machine) -> Iterator[Problem]:
@@ -183,7 +183,7 @@ def _check_weights(path: Path, machine: Machine) -> None:
 
 
 def check_trainable(at: Loc, path: Path, machine: Machine) -> Iterator[Problem]:
-    """What packed training cannot do with the model."""
+    """Problems of the model in packed training."""
     if why := refusal(machine.json(path / "config.json")):
         yield at, f"{dotted(at)}: {path} is not supported: {why}; {WANTED}"
     elif at[0] == "model" and "lm_head.bias" in (machine.tensors(path) or ()):
@@ -299,7 +299,7 @@ def check_experts(actor: ActorConfig, model: ModelConfig, machine: Machine) -> I
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataUse:
-    """What other sections make of the data."""
+    """Facts from other sections that the checks of the data need."""
 
     tokenizer: PromptTokenizer | None
     """None: it is elsewhere, or wrong."""
@@ -372,7 +372,7 @@ def _gym(
 
 
 def _curriculum(data: DataConfig, gym: ReasoningGymConfig, test_freq: int) -> Iterator[str]:
-    """What keeps levels from following the held-out scores."""
+    """Settings that keep levels from following the held-out scores."""
     if test_freq <= 0:
         yield "follows held-out scores: want trainer.test_freq above 0"
     if 0 <= data.val_max_samples < gym.val_size:

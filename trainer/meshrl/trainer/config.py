@@ -71,8 +71,8 @@ class ModelConfig(Config):
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     keep_matmuls: bool = False
-    """With `enable_gradient_checkpointing`: keep what matrix products and attention gave, and recompute the rest
-    (selective checkpointing), which costs memory and hardly any time. What is compiled decides that for itself."""
+    """Keep the outputs of matrix products and attention, and recompute the rest (selective checkpointing), which
+    costs memory and hardly any time. Needs `enable_gradient_checkpointing` without `use_torch_compile`."""
     param_offload: bool = False
     """Keep weights, gradients and optimizer state in the CPU's memory; a layer is on the device while it computes."""
     use_torch_compile: bool = False
@@ -103,7 +103,7 @@ class ModelConfig(Config):
     recipe's. A resumed run goes on from its own checkpoint."""
 
     def adapter_mismatch(self, stored: Mapping[str, Any]) -> str:
-        """What of peft's `adapter_config.json` is not as here, and what would be right; empty if nothing is."""
+        """Mismatch of peft's `adapter_config.json` with these settings, and the right ones; empty if none."""
         at = f"model.lora_adapter_path: {self.lora_adapter_path}"
         kind = stored.get("peft_type")
         if kind != "LORA":
@@ -256,8 +256,8 @@ class RolloutCorrectionConfig(Config):
     """Mask the tokens with the largest squared log-ratio until the mean of the rest is below this
     (M2PO; its paper uses 0.04); None masks none."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
-    """What the ratio is clipped around in decoupled PPO: old log-probs of a forward pass, or (A-3PO) an interpolation
-    between the sampling and the current policy that costs none; `interpolate` weighs each token by
+    """Proximal policy of decoupled PPO, around which the ratio is clipped. `recompute`: old log-probs of a forward
+    pass; `interpolate` (A-3PO): between the sampling and the current policy, without that pass; weighs each token by
     π_prox/π_rollout, bounded by `rollout_is_threshold`."""
 
 
@@ -276,8 +276,8 @@ class FilterGroupsConfig(Config):
 
     enable: bool = False
     metric: str = "reward"
-    """What a group is judged by: `reward`, or a reward component such as `acc`. Groups whose rows are all equal in it
-    are dropped; a group of one row is kept."""
+    """Metric by which groups are judged: `reward`, or a reward component such as `acc`. Groups whose rows are all
+    equal in it are dropped; a group of one row is kept."""
     low: float | None = None
     """Also drop groups whose mean is below this (PRIME: 0.2)."""
     high: float | None = None
@@ -303,17 +303,18 @@ class DistillationConfig(Config):
     """On-policy distillation: a teacher judges every token that the policy sampled (docs/how-to/distill.md)."""
 
     weight: NonNegativeFloat = 0.0
-    """What the teacher's judgement is multiplied by before it is added to the advantage; above 0, the model in
+    """Factor of the teacher's judgement in the advantage or, with `top_k`, in the loss; above 0, the model in
     `reference.path` is the teacher. 0: none."""
     reward_weight: NonNegativeFloat = 1.0
-    """What the advantage from rewards is multiplied by beside a teacher; 0 learns from the teacher alone."""
+    """Factor of the advantage from rewards beside a teacher; 0 learns from the teacher alone."""
     max_log_ratio: PositiveFloat = 10.0
     """Bound of |log π_teacher - log π| of a token, with `top_k` of its loss, in nats: none outweighs its batch."""
     top_k: int = Field(default=0, ge=0, le=256)
     """The teacher tells its k likeliest tokens at each place, and `weight` times the forward KL over them is added to
     the loss. 0: it judges the sampled token, in the advantage."""
     min_log_prob: NegativeFloat | None = None
-    """With `top_k`: log-probs below it, of either, count as this (verl: -10), and the policy is not taught there."""
+    """Floor of the teacher's and the policy's log-probs with `top_k` (verl: -10); below it the policy gets no
+    gradient."""
 
     @model_validator(mode="after")
     def _teaches(self) -> Self:
@@ -342,7 +343,7 @@ class AlgorithmConfig(Config):
     kl_ctrl: KlControlConfig = KlControlConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     conventions: Conventions = "meshrl"
-    """Where verl's number is a trap, `verl` reproduces it: docs/reference/algorithms.md lists them."""
+    """Formulas where verl's own is a trap: `verl` keeps it. docs/reference/algorithms.md lists the differences."""
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     distillation: DistillationConfig = DistillationConfig()
@@ -491,7 +492,7 @@ class ParallelConfig(Config):
         return self.data_replicate * math.lcm(rows, self.expert)
 
     def faults(self, ranks: int, named: str = "") -> Iterator[tuple[str, str]]:
-        """What cannot be with so many ranks, which `named` calls so: the option, and one sentence."""
+        """Options that do not fit so many ranks, which messages call `named`, each with one sentence."""
         key, left, named = "trainer.parallel", ranks, named or f"the {ranks} trainer ranks"
         for name in ("data_replicate", "tensor", "sequence", "data_shard"):
             size = getattr(self, name) or 1
@@ -525,7 +526,7 @@ class TrainerConfig(Config):
     nnodes: PositiveInt = 1
     """Machines of the trainer, which share `default_local_dir` (docs/how-to/several-machines.md)."""
     peer_timeout_s: PositiveFloat = 60.0
-    """Of several machines, one that says nothing for so long counts as lost: the others' ranks end, to be started
+    """Seconds of silence after which one of several machines counts as lost: the others' ranks end, to be started
     again from the last checkpoint."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -542,8 +543,8 @@ class TrainerConfig(Config):
     """Steps between evaluations; -1 evaluates at the end only."""
     val_before_train: bool = True
     logger: tuple[str, ...] = ("console",)
-    """Of console, mlflow, swanlab, tensorboard, trackio, wandb, or dotted paths (docs/how-to/loggers.md). Metrics are
-    always written to `<run.dir>/metrics.jsonl`."""
+    """Loggers: console, mlflow, swanlab, tensorboard, trackio, wandb, or dotted paths (docs/how-to/loggers.md).
+    Metrics are always written to `<run.dir>/metrics.jsonl`."""
     project_name: str = "meshrl"
     experiment_name: str | None = None
     """None takes `run.name`."""
@@ -561,7 +562,7 @@ class TrainerConfig(Config):
 
     @property
     def ranks(self) -> int:
-        """Of all its machines."""
+        """Ranks of all machines."""
         return self.nnodes * self.nproc
 
     @property
@@ -586,7 +587,7 @@ class RewardModelJudgeConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
-        """What this machine lacks: the option, and one sentence."""
+        """Options that this machine cannot satisfy, each with one sentence."""
         if machine.known(self.path) and not machine.json(self.path / "config.json"):
             yield "path", f"no reward model there: {self.path / 'config.json'} is missing"
         if self.device == "cuda" and not machine.gpus:
