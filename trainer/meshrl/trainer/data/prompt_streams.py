@@ -57,7 +57,7 @@ def source_of(where: str, data_source: str, weights: Mapping[str, float]) -> str
 
 
 def quotas(weights: Mapping[str, float], rows: Mapping[str, int]) -> dict[str, int]:
-    """By the names in `weights`: how many prompts of an epoch are of it, where it has so many `rows`.
+    """Prompts of an epoch from each data set in `weights`; `rows` are the prompts that each one has.
 
     Raises:
         UserError: one has no rows, or weighs so little that an epoch has none of it.
@@ -189,7 +189,7 @@ class LevelHistory:
 
     @classmethod
     def parse(cls, text: str) -> LevelHistory:
-        """What `text` wrote; empty for the cursor of evaluations that decide about no level."""
+        """Parse a result of `text`; an empty history for the cursor of evaluations that decide about no level."""
         if not text.startswith("{"):
             return cls()
         stored = json.loads(text)
@@ -266,7 +266,7 @@ class LevelStream:
         return turn, self._order(name, level, turn)[at]
 
     def state(self) -> dict[str, Json]:
-        """What `restore` goes on from."""
+        """State for `restore`."""
         return {"drawn": self._drawn, "levels": self._levels, "decided_at": self._decided_at}
 
     def restore(self, state: Mapping[str, Json]) -> None:

@@ -76,12 +76,12 @@ class Prompt:
     """`file:row`."""
     messages: tuple[Message, ...] = ()
     text: str = ""
-    """Of a prompt that is plain text."""
+    """The prompt, if it is plain text."""
     data_source: str = ""
     ground_truth: Json = None
     extra_info: Mapping[str, Json] = field(default_factory=dict)
     response: Json = None
-    """What the data answer; None where they do not say."""
+    """Answer in the data; None where they have none."""
     media: tuple[Media, ...] = ()
     """Its pictures."""
 
@@ -188,7 +188,7 @@ class PromptRow:
 
 
 def read_prompt_row(source: FileRow, config: DataConfig, *, pictures: bool = False) -> PromptRow:
-    """What a row says; with `pictures`, of a prompt that may have some.
+    """Read the columns of a row; with `pictures`, of a prompt that may have some.
 
     Raises:
         UserError: no prompt, one that is not text, no answer, or a malformed column; names file and row.
@@ -246,7 +246,7 @@ def _introduced(prompt: str | tuple[Message, ...], config: DataConfig) -> str | 
 
 
 def prompt_text(row: PromptRow, config: DataConfig, tokenizer: PromptTokenizer) -> str:
-    """What the model reads: the chat template applied. Raises UserError, which names file and row."""
+    """Prompt text with the chat template applied. Raises UserError, which names file and row."""
     if isinstance(row.prompt, str):
         return row.prompt
     variables = config.apply_chat_template_kwargs

@@ -68,13 +68,13 @@ class ReasoningGymConfig(Config):
     tasks: Annotated[dict[str, ReasoningGymTaskConfig], AfterValidator(_scorable)] = Field(
         min_length=1
     )
-    """By the names of reasoning-gym: `chain_sum: {}`."""
+    """Tasks by their names in reasoning-gym: `chain_sum: {}`."""
     size: PositiveInt = 1000
     """Training prompts of all tasks together."""
     val_size: NonNegativeInt = 100
     """Held-out prompts of all tasks together; their questions are not asked in training."""
     seed: Seed = 0
-    """Of the tasks and of their order."""
+    """Seed of the tasks and of their order."""
     levels: PositiveInt = 1
     """More than one: that many levels of each task's curriculum, in equal parts; a row's level is
     `extra_info.difficulty`, which `data.curriculum: difficulty` sorts by. Options of a task outrank its level's."""
@@ -98,7 +98,7 @@ class ReasoningGymConfig(Config):
 PACKAGE: Final = "reasoning_gym"
 NO_TASK: Final = frozenset({"composite"})
 SPARE: Final = 4
-"""So many times `val_size` rows are looked at for held-out questions that no training row asks."""
+"""Candidates for each held-out row: only questions that no training row asks are taken."""
 REFUSED: Final = 3
 """The exit code of the process when the configuration is at fault; stderr ends with the reason."""
 
@@ -168,7 +168,7 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
 
 
 class _Refusal(Exception):
-    """What is wrong with the configuration."""
+    """Fault of the configuration, in words."""
 
 
 def _make(config: ReasoningGymConfig, wanted: str) -> Iterator[Mapping[str, Any]]:
@@ -259,7 +259,7 @@ def _plain(value: Any) -> Any:
 
 
 def _datasets(factory: Any, name: str, config: ReasoningGymConfig) -> list[Any]:
-    """By level: a function from a number of rows to the data set. Raises _Refusal."""
+    """Functions from a number of rows to the data set, by level. Raises _Refusal."""
     known = sorted(factory.DATASETS.keys() - NO_TASK)
     if name not in known:
         near = get_close_matches(name, known, n=1)

@@ -1,4 +1,4 @@
-"""What stands in data files, found in one pass: tokens of each prompt, sources, rows that repeat, rows that are bad.
+"""Statistics of data files, found in one pass: tokens of each prompt, sources, rows that repeat, rows that are bad.
 
     rows ──read, template, tokens──▶ SplitStatistics: counters of lengths and sources, 16 bytes a row for what repeats
 
@@ -60,7 +60,7 @@ class SplitStatistics:
     """Names of `data.weights` to such rows."""
     bad: int = 0
     hashes: array[int] = field(default_factory=lambda: array("Q"))
-    """Of each prompt."""
+    """Hash of each prompt."""
     numbers: array[int] = field(default_factory=lambda: array("q"))
     """Each row's number in its file."""
     files: list[tuple[int, str]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class SplitStatistics:
 
     @property
     def tokens(self) -> int:
-        """Of all prompts."""
+        """Tokens of all prompts."""
         return sum(length * rows for length, rows in self.lengths.items())
 
     def quantile(self, share: float) -> int:
