@@ -45,7 +45,7 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What happens to a batch; computed from the manifest alone, equal on every rank."""
+    """Partition of a batch into updates and ranks; computed from the manifest alone, equal on every rank."""
 
     batch: Batch
     rows: tuple[BatchRow, ...]

@@ -78,16 +78,16 @@ class StepSettings:
     actor: ActorConfig
     """Mini-batches, epochs, token budget, learning rate."""
     temperature: float = 1.0
-    """What the rollout's logits were divided by, and so the policy's are."""
+    """Divisor of the logits, in the rollout and so in the policy."""
     seed: int = 0
-    """Of all draws."""
+    """Seed of all draws."""
     total_steps: int | None = None
-    """Where a falling learning rate ends; None keeps it from falling."""
+    """Step at which a falling learning rate ends; None keeps it from falling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowContents:
-    """What a run's rows hold beyond tokens and a score."""
+    """Contents of a run's rows beyond tokens and a score."""
 
     token_rewards: bool = False
     """A reward for each token, which counts instead of the score."""
@@ -305,7 +305,7 @@ class Learner:
         return parts.spread_targets(self._objective.targets(whole, of_rows), experience, whole)
 
     def _tflops(self, schedule: Schedule, experience: Experience) -> float:
-        """What the policy's update needs, in 10^12 operations of all ranks; 0 for a model that is not known."""
+        """Work of the policy's update, in 10^12 operations of all ranks; 0 for a model that is not known."""
         if self._work is None:
             return 0.0
         lengths = [row.num_tokens for row in schedule.rows]
@@ -467,7 +467,7 @@ class Learner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Learned:
-    """What a step knew of its rows, on the CPU of every rank."""
+    """Data of a step's rows, on the CPU of every rank."""
 
     experience: Experience
     targets: Targets
@@ -479,7 +479,7 @@ class Learned:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _StepState:
-    """What the updates of one batch share."""
+    """State that the updates of one batch share."""
 
     rows: MicroBatcher
     experience: Experience
@@ -487,7 +487,7 @@ class _StepState:
     step: int
     tally: MetricSums = field(default_factory=MetricSums)
     first_logprobs: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Of this rank's rows, as they were forwarded first."""
+    """Log-probs of this rank's rows, from their first forward pass."""
 
     def counts(self, mini: MiniBatch) -> _Counts:
         """Denominators of a mini-batch: over all its rows, whichever rank has them."""
@@ -503,7 +503,7 @@ class _StepState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Counts:
-    """What losses of a mini-batch are divided by."""
+    """Denominators of a mini-batch's losses."""
 
     tokens: int
     correct_tokens: int

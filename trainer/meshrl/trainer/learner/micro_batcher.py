@@ -46,12 +46,12 @@ class MicroBatcher:
 
     schedule: Schedule
     rows: Mapping[int, Trajectory]
-    """By their index in the schedule."""
+    """Rows by their index in the schedule."""
     world: World
     routing: Routing | None = None
-    """Where the experts of their tokens are replayed."""
+    """Replay of the experts that the rows record; None: the model routes freely."""
     reader: VisionReader | None = None
-    """Of a model that reads pictures."""
+    """Reader of pictures, for a vision-language model."""
 
     @classmethod
     def of(

@@ -164,7 +164,7 @@ class Trained:
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
-    """What is not frozen: with LoRA, the adapters."""
+    """Parameters that are not frozen: with LoRA, the adapters."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 

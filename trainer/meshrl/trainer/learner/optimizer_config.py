@@ -32,7 +32,7 @@ class OptimConfig(Config):
     """Largest global gradient norm."""
     lr_warmup_steps: NonNegativeInt = 0
     lr_warmup_init_ratio: NonNegativeFloat = 0.0
-    """Where the warm-up starts, as a share of `lr`."""
+    """Learning rate at the start of the warm-up, as a share of `lr`."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     min_lr_ratio: NonNegativeFloat = 0.0
     lr_decay_steps: PositiveInt | None = None

@@ -59,7 +59,7 @@ class ForwardOutputs:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Targets:
-    """What the loss reads of a whole batch, besides log-probs."""
+    """Inputs of the loss for a whole batch, besides log-probs."""
 
     advantages: torch.Tensor
     """float32[N]"""

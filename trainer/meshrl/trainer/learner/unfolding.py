@@ -178,7 +178,7 @@ def branches(row: Trajectory) -> list[TrainedPart]:
 
 
 def _begins(parts: Sequence[TrainedPart]) -> int:
-    """Where the response of the queue's row begins: with the first token that was sampled in a part of it."""
+    """Start of the response in the queue's row: the first token that was sampled in a part of it."""
     places = [
         part.start + part.row.prompt_length
         for part in parts
@@ -188,12 +188,12 @@ def _begins(parts: Sequence[TrainedPart]) -> int:
 
 
 def _offset(begins: int, part: TrainedPart) -> int | None:
-    """Of a part's response in its row's."""
+    """Offset of a part's response in its row's response."""
     return None if part.start is None else max(0, part.start + part.row.prompt_length - begins)
 
 
 def with_answer(row: Trajectory, answers: Mapping[int, Int32]) -> tuple[TrainedPart, TrainedPart]:
-    """What the policy said, and what the data say to the same prompt: the part that is to be preferred."""
+    """Parts of the policy's response, and of the data's answer to the same prompt, which is to be preferred."""
     answer = answers[int(row.uid.task.rpartition("-")[2])]
     prompt = row.tokens[: row.prompt_length]
     none = np.zeros(len(prompt) + len(answer), dtype=np.float32)
