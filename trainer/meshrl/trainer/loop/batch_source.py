@@ -46,7 +46,7 @@ MALFORMED = (CorruptError, ValueError, TypeError, LookupError, RecursionError)
 
 
 class LoopCommand(Enum):
-    """What a rank does when there is no batch."""
+    """Command to a rank when there is no batch."""
 
     END = "end"
     """End: the data have ended, no batch will come."""
@@ -124,7 +124,7 @@ class BatchSource:
         return work
 
     def give_up(self, error: MeshError) -> None:
-        """What training needs is not to be had: no batch follows, and what is trained is saved."""
+        """End training because a service is unavailable: no batch follows, and the trained state is saved."""
         self._given_up = self._given_up or error
         log.warning("run %s: ending with a checkpoint: %s", self._settings.run, error)
 

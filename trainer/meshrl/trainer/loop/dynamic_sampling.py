@@ -148,7 +148,7 @@ class DynamicSampling:
 
     @property
     def batch_ids(self) -> tuple[str, ...]:
-        """Of the takes that the batch of this step is made of: what is settled."""
+        """Ids of the takes in this step's batch, which are settled together."""
         return tuple([part.batch_id for part in self._parts])
 
     async def settle(self, batch: Batch, epoch: int) -> None:

@@ -60,7 +60,7 @@ class RewardVersions(Protocol):
 
 
 class BatchQueue(Protocol):
-    """What a step asks of the queue about its own batch; a Queue is one, and so is the guard around it."""
+    """Queue calls of a step about its own batch; a Queue is one, and so is the guard around it."""
 
     async def take(
         self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
@@ -93,7 +93,7 @@ class RewardVersionGuard:
         self._token_rewards = token_rewards
         self._step = -1
         self._hash = ""
-        """What the last batch was unified to."""
+        """Reward version of the last batch, after rows of other versions were scored again."""
         self._hash_of_step = ""
         self._taking: dict[str, asyncio.Task[Batch]] = {}
         self._overlay: dict[Uid, Columns] = {}

@@ -116,7 +116,7 @@ class LiveStatus:
     def _throughput(
         self, numbers: Mapping[str, Json], tokens: int, seconds: float, training_s: float
     ) -> dict[str, float]:
-        """Of one device."""
+        """Throughput of one device."""
         found = {"throughput/tokens_per_s_per_gpu": tokens / seconds / self._ranks}
         tflops = numbers.get("batch/tflops")
         if isinstance(tflops, float) and tflops and training_s:

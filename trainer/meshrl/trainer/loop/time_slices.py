@@ -98,7 +98,7 @@ class TimeSlices(DeviceTurns):
         }
 
     def _move(self, to: torch.device) -> None:
-        """What the device holds between two steps; moments that are offloaded between steps are not on it."""
+        """Move the tensors that the device holds between two steps, offloaded optimizer moments left out."""
         for model in self._moving:
             model.to(to)
         for _, optimizers in self._parts:

@@ -50,7 +50,7 @@ class Seat:
 
 
 class Peers:
-    """What this rank knows of the other machines."""
+    """Heartbeats between the machines of a trainer."""
 
     def __init__(self, store: Any, seat: Seat, silent_s: float) -> None:
         """Begin to speak and to listen: two threads on the first rank of each machine.

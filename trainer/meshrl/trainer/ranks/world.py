@@ -237,7 +237,7 @@ class World:
 
 
 def prepare_cuda() -> None:
-    """What every process that computes on GPUs sets before it begins."""
+    """Configure torch for a process that computes on GPUs: TF32 and the allocator."""
     # TF32: what stays float32 keeps its range and loses digits that bfloat16 beside it never had.
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
