@@ -1,4 +1,4 @@
-"""What a logger is given, and what it may take.
+"""Interface of loggers: the run and the rows that they get, and `Sink`.
 
 The module of one has `open_logger`, from a `LoggedRun` to a `Sink`; it raises ImportError where a package is missing.
 """
@@ -19,7 +19,7 @@ from meshrl.contract.types import Json
 SAMPLES = 8
 """Rows of the best, and of the worst, in a table of samples."""
 COLUMNS = ("uid", "prompt", "response", "reward", "advantage", "staleness", "length")
-"""Of such a table."""
+"""Columns of such a table."""
 HISTOGRAMS = ("reward", "advantage", "length", "staleness", "mismatch")
 """Columns of the logged rows."""
 
@@ -34,7 +34,7 @@ class LoggedRun:
     settings: Mapping[str, Json] = field(default_factory=dict)
     """The recipe, every key by its dotted path."""
     step: int = 0
-    """Where it begins: what a logger has of later steps tells of a history that is no more."""
+    """Step at which it begins: a logger's later steps belong to a history that was discarded."""
 
     def kept_id(self, logger: str, made: str) -> str:
         """The id under which `logger` knows the run: the one of an earlier start, else `made`, which is kept."""
@@ -81,7 +81,7 @@ def flat(settings: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
 
 
 def rows_of(table: Any, split: str) -> LoggedRows:
-    """What loggers get of a `pyarrow.Table` of logged rows."""
+    """Rows for loggers, from a `pyarrow.Table` of logged rows."""
     found = {}
     for name in HISTOGRAMS:
         values = np.array(table[name].to_pylist(), dtype=np.float64)

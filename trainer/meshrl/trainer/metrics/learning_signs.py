@@ -17,7 +17,7 @@ PAGE = "docs/how-to/learning-fails.md"
 WINDOW = 5
 """Steps that a sign looks at: one step alone is noise."""
 ENTROPY_SHARE = 0.1
-"""Of the entropy at the start; the demo, which ends certain of its answers, comes to 0.25."""
+"""Share of the entropy at the start; the demo, which ends certain of its answers, comes to 0.25."""
 KL_NATS = 1.0
 """A token, on average: at 1 the reference gives the policy's tokens a third of the probability."""
 MISMATCH_NATS = 0.1
@@ -34,24 +34,24 @@ class Sign:
 
     title: str
     metrics: tuple[str, ...]
-    """Where it shows; of metrics.jsonl."""
+    """Metrics in metrics.jsonl that show it."""
     command: str
-    """What shows more."""
+    """Command that shows more."""
     means: str
-    """What it is, and how it comes about."""
+    """Meaning and cause."""
     change: tuple[str, ...]
-    """What to do, the likeliest first."""
+    """Remedies, the likeliest first."""
     check: Callable[[Values], str] | None = None
-    """What to say where it holds now, else empty; None: no metric shows it."""
+    """Warning while the sign holds, else empty; None: no metric shows it."""
 
     @property
     def key(self) -> str:
-        """Of its paragraph."""
+        """Anchor of its paragraph in PAGE."""
         return self.title.lower().replace(" ", "-")
 
     @property
     def paragraph(self) -> str:
-        """Where to read on."""
+        """Link to its paragraph."""
         return f"{PAGE}#{self.key}"
 
 

@@ -1,4 +1,4 @@
-"""Where a run's metrics are written: metrics.jsonl always, and what `trainer.logger` names (`loggers/`)."""
+"""Writers of a run's metrics: metrics.jsonl always, and the loggers in `trainer.logger` (`loggers/`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 LOGGERS = "meshrl.trainer.loggers"
 STATM = Path("/proc/self/statm")
 MAX_BYTES = 64 << 20
-"""Of metrics.jsonl: some 25,000 steps."""
+"""Most bytes of metrics.jsonl: some 25,000 steps."""
 
 
 class MetricsLog:
@@ -46,7 +46,7 @@ class MetricsLog:
         self._sinks = tuple(sinks)
         self._failed: list[Sink] = []
         self._turn = threading.Lock()
-        """Of the sinks: metrics come from the event loop, rows from the thread that writes them."""
+        """Lock of the sinks: metrics come from the event loop, rows from the thread that writes them."""
         self._max_bytes = self._thin_at = max_bytes
         self._refused = False
         self._file = LineFile(path)
@@ -183,7 +183,7 @@ def _clean(value: Json) -> Json:
 
 
 def system_metrics() -> dict[str, float]:
-    """What this process uses, for loggers: memory in GiB, of the GPU too, and processor seconds since its start."""
+    """Resources that this process uses: memory in GiB, of the GPU too, and CPU seconds since its start."""
     import torch
 
     pages = int(STATM.read_text().split()[1]) if STATM.exists() else 0

@@ -41,13 +41,13 @@ PEAK_TFLOPS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
-    """What a decoder computes for a token, from its configuration."""
+    """Arithmetic of a decoder for a token, from its configuration."""
 
     layers: int
     heads_width: int
     """heads · head_dim."""
     layer_weights: int
-    """Of the matrices that a token passes in one layer: of a mixture, of the experts that it is sent to."""
+    """Weights that a token passes in one layer; of a mixture of experts, in those that it is sent to."""
     head_weights: int
     frozen: bool = False
     """Only adapters are trained, whose own share is left out."""
@@ -74,7 +74,7 @@ class ModelWork:
             return None
 
     def flops(self, lengths: Sequence[int], projected: int) -> float:
-        """Of one forward and backward pass.
+        """Floating-point operations of one forward and backward pass.
 
         Args:
             lengths: Tokens of each row.
@@ -87,7 +87,7 @@ class ModelWork:
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Of one device; None where it is not known."""
+    """Peak of one device in TFLOPS; None where it is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
 
