@@ -228,7 +228,7 @@ def _rectangle(
 def _explicit(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
-    """What no kernel of torch computes, with all scores [n, Hq, L, L] in memory: [n, Hq, L, Dv]."""
+    """Attention that no kernel of torch computes, with all scores [n, Hq, L, L] in memory: [n, Hq, L, Dv]."""
     times = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
     found = q @ k.mT * (q.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling)

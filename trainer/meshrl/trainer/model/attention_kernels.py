@@ -103,7 +103,7 @@ def use_flash_attention_3(major: int, attention: Any = torch.nn.attention) -> bo
 
 
 takes_every_row: list[str] = []
-"""What is as fast as cuDNN on rows of any length, once it is used."""
+"""Kernels in use that are as fast as cuDNN on rows of any length."""
 
 
 def takes_long_rows(query: torch.Tensor, key: torch.Tensor) -> bool:

@@ -33,7 +33,7 @@ class Published(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         ...
 
     def whole(self, dtype: torch.dtype) -> torch.Tensor:
@@ -48,9 +48,9 @@ class Fused:
     hf: Any
     weights: Mapping[str, Weight]
     names: frozenset[str] = frozenset()
-    """Of what they become."""
+    """Names of the checkpoint's tensors that they become."""
     left: set[str] = field(default_factory=set)
-    """What has not been asked for since they were gathered."""
+    """Names that nobody has asked for since the last gather."""
     held: Tensors = field(default_factory=dict)
     """Those of `left`, on ranks that want them."""
 
@@ -117,7 +117,7 @@ def in_checkpoint(
 
 
 def _reverted(hf: Any, tensors: Tensors) -> Tensors:
-    """What `save_pretrained` would write of them."""
+    """Tensors that `save_pretrained` would write."""
     made: Tensors = tensors
     if revert_weight_conversion is not None:
         made = revert_weight_conversion(hf, tensors)

@@ -333,7 +333,7 @@ class _Buffers:
     def _fused(
         self, function: Callable[..., Any], logits: torch.Tensor, *given: torch.Tensor | None
     ) -> Any:
-        """What `function`, compiled, returns; None where nothing is to be compiled, or cannot be, said once."""
+        """Result of `function`, compiled; None where compilation is not possible. A failure is logged once."""
         if self._share is not None or logits.device.type not in COMPILED_ON:
             return None
         # Views are compiled for again when the sizes of what they are cut from change, or how they are laid out.
@@ -387,7 +387,7 @@ def gradient(
     total = (scores - top).exp().sum(-1, keepdim=True)
 
     def by(part: torch.Tensor, more: torch.Tensor | float) -> torch.Tensor:
-        """By `part` of each row's logits; `more` goes to these scores directly, not by the normaliser."""
+        """Gradient by `part` of each row's logits; `more` goes to these scores directly, not by the normaliser."""
         scores, slope = _scores(part, temperature, softcap)
         factor = grad_targets.sum(-1, keepdim=True)
         if grad_entropies is not None:

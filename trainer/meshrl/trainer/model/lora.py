@@ -34,17 +34,17 @@ from meshrl.trainer.model.vision import tower_of, tower_prefix
 LoraLayer: TypeAlias = Any
 """A `peft.tuners.lora.LoraLayer`."""
 NAME = "default"
-"""Of the one adapter, in peft's dictionaries."""
+"""Name of the one adapter, in peft's dictionaries."""
 SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-"""Of a directory of peft's."""
+"""Files of a directory of peft's."""
 PREFIX = "base_model.model."
-"""Of a tensor's name there."""
+"""Prefix of a tensor's name there."""
 _BASE = ".base_layer."
 _MAGNITUDE = "lora_magnitude_vector"
 _MLP = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate"}
 """Names that peft gives to experts."""
 _CELLS = 1 << 18
-"""Of a matrix, merged at once: the partial sums stay in a core's cache."""
+"""Elements of a matrix that are merged at once: the partial sums stay in a core's cache."""
 _SEED = 0
 """A is drawn, B starts at 0: every rank must draw the same, and any draw starts from the same policy."""
 
@@ -179,13 +179,13 @@ def place_magnitudes(
 
 
 def _magnitude(module: Any) -> Any:
-    """What has the norms float32[out] of a module with an adapter, as `weight`; None without DoRA."""
+    """Holder of the norms float32[out], as `weight`, of a module with an adapter; None without DoRA."""
     found = getattr(module, _MAGNITUDE, None)
     return found[NAME] if found else None
 
 
 def _given(path: Path, hf: nn.Module, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """What a directory of peft's has, under the names of `adapters`. Raises UserError: it is of another form."""
+    """Tensors of a directory of peft's, under the names of `adapters`. Raises UserError: it is of another form."""
     at = f"model.lora_adapter_path: {path}"
     try:
         if problem := config.adapter_mismatch(json.loads((path / SETTINGS_FILE).read_text())):
@@ -208,7 +208,7 @@ def _given(path: Path, hf: nn.Module, config: ModelConfig) -> dict[str, torch.Te
 
 
 def peft_settings(config: ModelConfig, hf: nn.Module) -> dict[str, Json]:
-    """What peft calls an adapter's config, of a model with adapters in place."""
+    """The adapter's config for peft, of a model with adapters in place."""
     from peft import LoraConfig
 
     found = LoraConfig(
@@ -248,7 +248,7 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return tuple(self.parameter.shape)
 
     @torch.no_grad()
@@ -289,7 +289,7 @@ def adapters(hf: nn.Module) -> Iterator[tuple[str, Weight]]:
 
 
 def scale(hf: nn.Module) -> float:
-    """What every adapter is multiplied by."""
+    """Factor of every adapter."""
     layers: Iterator[LoraLayer] = (m for m in hf.modules() if hasattr(m, "lora_A"))
     return float(next(layers).scaling[NAME])
 
@@ -388,7 +388,7 @@ class BaseModel:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of its tensors."""
+        """Names of its tensors."""
         return frozenset(self._file_of)
 
     def has(self, name: str, shape: tuple[int, ...]) -> bool:

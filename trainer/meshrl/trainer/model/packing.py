@@ -211,7 +211,7 @@ class PackLayout:
     folded: torch.Tensor | None = None
     """int64[P]: the way back, to one of the places at which a token of the pack stands."""
     share: SequenceShare | None = None
-    """With sequence parallelism: the part of the pack that this rank forwards. The layout is the whole pack's."""
+    """Part of the pack that this rank forwards with sequence parallelism. The layout is the whole pack's."""
 
     def to(self, device: torch.device) -> PackLayout:
         """The same layout on another device."""
@@ -247,7 +247,7 @@ class Pack:
     """[P, L, K]: those to send each token to, by layer; a token with the same number everywhere goes where it likes.
     None: all do."""
     images: PackedImages | None = None
-    """Of a model that reads pictures; None: the pack has none."""
+    """Pictures, for a vision-language model; None: the pack has none."""
 
     def joined(self, values: torch.Tensor) -> torch.Tensor:
         """[N, …] of the pack's response tokens from [n, …] that this rank forwarded: all, without a `share`."""
@@ -328,7 +328,7 @@ def layout_of(lengths: Sequence[int]) -> PackLayout:
 
 
 Positions: TypeAlias = list[npt.NDArray[np.int64]]
-"""Of each row, the pack position of each token."""
+"""Pack positions of each row's tokens."""
 
 
 def _end_to_end(lengths: Sequence[int]) -> tuple[Positions, list[int]]:
@@ -378,7 +378,7 @@ def _common(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
 
 
 def _layout(places: Positions, begins: Sequence[int]) -> PackLayout:
-    """Of rows at `places`, each with the tokens from `begins` on as its own."""
+    """Layout of rows at `places`, each with the tokens from `begins` on as its own."""
     sizes = np.array([len(place) for place in places], dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes)])
     members: dict[int, list[int]] = {}
@@ -413,7 +413,7 @@ def _layout(places: Positions, begins: Sequence[int]) -> PackLayout:
 
 
 def _runs(starts: npt.NDArray[np.int64]) -> Iterator[RowRun]:
-    """Of rows that begin at `starts`, with the end of the last one."""
+    """Runs of rows that begin at `starts`; its last entry is the end of the last row."""
     lengths = np.diff(starts)
     for long, rows in itertools.groupby(range(len(lengths)), lambda row: lengths[row] >= LONG_ROW):
         together = list(rows)

@@ -34,7 +34,7 @@ from meshrl.contract.errors import UserError
 from meshrl.trainer.model.untrainable import spread_fault
 
 NEEDED = (5, 23)
-"""Of transformers, whose interface is young."""
+"""Least version of transformers (major, minor), whose interface is young."""
 EXPERT_KEY, TENSOR_KEY = "trainer.parallel.expert", "trainer.parallel.tensor"
 _PARTIAL_GRADIENTS = "replicated_with_grad_allreduce"
 """transformers' name for weights that each rank has whole and uses for its heads only."""
@@ -48,7 +48,7 @@ def need_transformers(key: str, ranks: int) -> None:
 
 
 def expert_plan(hf: Any) -> dict[str, str]:
-    """What is done to which module or parameter of `hf`, in transformers' words."""
+    """Parallel style of modules and parameters of `hf` by name, in transformers' words."""
     plan: dict[str, str] = hf._expand_parallel_plan(dict(getattr(hf, "ep_plan", None) or {}))
     return plan
 
@@ -98,7 +98,7 @@ def spread_experts(hf: Any, mesh: DeviceMesh, tensor: DeviceMesh | None, **how: 
 
 
 def _own_output(experts: nn.Module) -> None:
-    """What was gathered from the ranks is a view, which FSDP wants none of."""
+    """Copy the output: gathered from the ranks it is a view, which FSDP does not accept."""
     inner = experts.forward
 
     def forward(*inputs: Any) -> Any:
@@ -108,7 +108,7 @@ def _own_output(experts: nn.Module) -> None:
 
 
 def _share(experts: nn.Module, mesh: DeviceMesh, batches: int, how: dict[str, Any]) -> None:
-    """By FSDP, over the ranks that hold the same; gradients are means over `batches`, as those of other weights."""
+    """Shard by FSDP over ranks with the same experts; gradients are means over `batches`, as elsewhere."""
     names = mesh.mesh_dim_names or ()
     holders = mesh["replicate", "efsdp"] if "replicate" in names else mesh["efsdp"]
     sharded: Any = fully_shard(experts, mesh=holders, **how)

@@ -74,7 +74,7 @@ class Policy(nn.Module):
         self._stored = stored
         self._replay: RoutingReplay | None = None
         self.tower = tower_of(hf)
-        """What reads pictures; None in a model of text."""
+        """Vision tower; None in a model of text."""
 
     def forward(self, pack: Pack, temperature: float) -> tuple[torch.Tensor, ...]:
         """Returns logprobs float32[N] and entropies float32[N] for the N response tokens.
@@ -384,7 +384,7 @@ def build_policy(hf: HfModel, world: World, config: ModelConfig) -> Policy:
 
 
 def _unsharded(hf: HfModel, world: World, config: ModelConfig) -> Policy:
-    """With adapters in place. They can be merged into the same base elsewhere, if its tensors have the same names."""
+    """Policy with adapters in place. They merge into the same base elsewhere, if its tensors have the same names."""
     try:
         base = BaseModel(config.path)
     except UserError:  # transformers reads formats that the weight plane does not

@@ -49,7 +49,7 @@ class ModelJudge(Judge):
 
     @property
     def reward_hash(self) -> str:
-        """Of the weights, the tokenizer's files and how they are asked."""
+        """Hash of the weights, the tokenizer's files and how they are asked."""
         return self._hash
 
     async def start(self) -> None:

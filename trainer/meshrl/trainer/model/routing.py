@@ -41,7 +41,7 @@ from meshrl.trainer.ranks.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """What recorded experts must look like for a model."""
+    """Sizes that recorded experts must have for a model."""
 
     layers: int
     experts: int

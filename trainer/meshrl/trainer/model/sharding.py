@@ -37,7 +37,7 @@ from meshrl.trainer.model.vision import tower_of, units_of
 from meshrl.trainer.ranks.world import World
 
 NEEDED = (5, 23)
-"""Of transformers: older ones have no reader of shards."""
+"""Least version of transformers (major, minor): older ones have no reader of shards."""
 
 
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -138,7 +138,7 @@ def _recompute_activations(hf: HfModel, *, keep_matmuls: bool) -> None:
 
 
 def _keep_products(_: object, operation: Any, *inputs: object, **named: object) -> CheckpointPolicy:
-    """What takes time is kept: matrix products, and every kernel of attention."""
+    """Keep the results that take time: matrix products, and every kernel of attention."""
     name = operation.__name__.partition(".")[0]
     costly = name in _PRODUCTS or "attention" in name or "attn" in name
     return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
@@ -249,7 +249,7 @@ def placed(empty: torch.Tensor, whole: torch.Tensor) -> nn.Parameter:
 
 
 def _slices(hf: Any, model: nn.Module, path: Path, mapping: list[Any]) -> dict[str, Any]:
-    """What the checkpoint has for `model`, not read yet; of a module with an adapter under its name there."""
+    """Slices of the checkpoint for `model`, not read yet; those with an adapter by their names in `hf`."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     base, adapted = BaseModel(path), lora.base_names(hf)

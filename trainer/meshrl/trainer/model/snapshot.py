@@ -44,7 +44,7 @@ from meshrl.trainer.ranks.world import World
 
 @dataclass(frozen=True, slots=True)
 class _Hashes:
-    """Of a bucket, and of each tensor in it."""
+    """Hashes of a bucket and of each tensor in it."""
 
     bucket: str
     tensors: list[int]
@@ -268,12 +268,12 @@ class _Step:
     group: dist.ProcessGroup
     dim: int
     shape: tuple[int, ...]
-    """Of what all of the group have together."""
+    """Shape of the group's shares together."""
 
 
 @dataclass(slots=True)
 class _Shares:
-    """What this rank has of a tensor, and the gathers after which it has all of it."""
+    """Parts of a tensor on this rank, and the gathers that complete it."""
 
     parts: list[torch.Tensor]
     """Contiguous; one after the other, flat, they are what it has."""
@@ -371,7 +371,7 @@ def _gather_among(group: dist.ProcessGroup, tensors: Sequence[_Shares]) -> None:
     """Do the first step of each, in one collective."""
     ranks, like = group.size(), tensors[0].parts[0]
     places: list[tuple[int, tuple[int, ...]]] = []
-    """Where each begins in a rank's part of the buffer, and the shape of most ranks' share."""
+    """Offset of each in a rank's part of the buffer, and the shape of most ranks' share."""
     total = 0
     for each in tensors:
         step = each.steps[0]

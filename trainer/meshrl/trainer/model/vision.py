@@ -25,7 +25,7 @@ from meshrl.images import ImageFeatures, ImageProcessor
 HfModel: TypeAlias = Any
 """A transformers `PreTrainedModel`: the library has no types."""
 TOWERS = {"smolvlm": "vision_model", "idefics3": "vision_model"}
-"""Where a type of model keeps its vision tower, unless that is `visual`."""
+"""Attribute that holds the vision tower, by type of model; `visual` in others."""
 VISION_ATTENTION = "sdpa"
 """Inside the tower, where each picture attends to itself."""
 Int64: TypeAlias = npt.NDArray[np.int64]
@@ -38,7 +38,7 @@ class RowImages:
     positions: Int64
     """int64[A, T]: positions of its tokens; A is 3 where height and width have positions of their own, else 1."""
     starts: tuple[int, ...]
-    """Where each begins in the row."""
+    """First token of each in the row."""
     features: tuple[ImageFeatures, ...]
 
     def keys(self, tokens: Int32, numbers: dict[str, int]) -> Int32:
@@ -176,7 +176,7 @@ class VisionReader:
 
 
 def tower_of(hf: HfModel) -> nn.Module | None:
-    """What makes features of pictures; None in a model of text."""
+    """Module that makes features of pictures; None in a model of text."""
     if getattr(hf.config, "vision_config", None) is None:
         return None
     tower = getattr(getattr(hf, "model", None), TOWERS.get(hf.config.model_type, "visual"), None)
@@ -200,7 +200,7 @@ def tower_prefix(hf: HfModel) -> str:
 
 
 def embedded(hf: HfModel, input_ids: torch.Tensor, images: PackedImages | None) -> dict[str, Any]:
-    """What the decoder reads instead of `input_ids` int64[1, P]: embeddings, with the features of pictures in place.
+    """Decoder inputs in place of `input_ids` int64[1, P]: embeddings, with the features of pictures in place.
 
     A pack without pictures runs the tower too, on an empty one: ranks gather its weights together.
     """
