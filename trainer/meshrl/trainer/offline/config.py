@@ -16,7 +16,7 @@ class OfflineConfig(Config):
     """Keys of every kind of offline training."""
 
     model: ModelConfig
-    """What to start from."""
+    """Model to start from."""
     train_files: DataFiles = Field(min_length=1)
     """Parquet or jsonl files, or what `reader` reads."""
     val_files: DataFiles = Field(default_factory=list)
@@ -25,7 +25,7 @@ class OfflineConfig(Config):
     """A module of `meshrl.trainer.data.readers` that reads the files, or a dotted path; None: the one named like a
     file's suffix."""
     output_dir: Path
-    """Where the Hugging Face checkpoint goes."""
+    """Directory of the Hugging Face checkpoint that training ends with."""
     prompt_key: str = "prompt"
     """Text or chat messages."""
     steps: PositiveInt = 400
@@ -50,13 +50,13 @@ class OfflineConfig(Config):
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where checkpoints go."""
+        """Directory of checkpoints."""
         beside = self.output_dir.with_name(f"{self.output_dir.name}-checkpoints")
         return self.default_local_dir or beside
 
     @property
     def tokenizer_dir(self) -> Path:
-        """Where the tokenizer's files are."""
+        """Directory of the tokenizer's files."""
         return self.model.tokenizer_path or self.model.path
 
 

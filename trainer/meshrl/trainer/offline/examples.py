@@ -366,7 +366,7 @@ Rendered: TypeAlias = tuple[str, list[tuple[int, int]]]
 
 
 def _marked(turns: Sequence[Turn], tokenizer: Any, options: Mapping[str, Any]) -> Rendered:
-    """By the template's own marks."""
+    """Find the assistant's text by the template's own marks."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     bound_templates()
@@ -389,7 +389,7 @@ def _marked(turns: Sequence[Turn], tokenizer: Any, options: Mapping[str, Any]) -
 def _added(
     turns: Sequence[Turn], tokenizer: Any, options: Mapping[str, Any], config: SftConfig
 ) -> Rendered:
-    """By what each turn of the assistant adds. Raises UserError where a longer conversation begins otherwise."""
+    """Find the assistant's text by what each turn adds. Raises UserError if a turn changes the text before it."""
     text, spans = rendered(tokenizer, turns, **options), []
     end = turn_end(tokenizer, config.apply_chat_template_kwargs)
     for number, turn in enumerate(turns):
@@ -429,7 +429,7 @@ def _begin(
     tokenizer: Any,
     options: Mapping[str, Any],
 ) -> int:
-    """Where turn `number` begins in `after`, the conversation up to its end: behind what a template asks for it with.
+    """Start of turn `number` in `after`, the conversation up to its end: behind the generation prompt.
 
     Raises:
         UserError: it cannot be told.

@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineProgress:
-    """Where offline training stands."""
+    """Progress of offline training."""
 
     step: int
     steps: int
     numbers: Mapping[str, float]
-    """Of this step; those of held-out rows begin with `val/`."""
+    """Metrics of this step; those of held-out rows begin with `val/`."""
     tokens_per_s: float
     seconds: float
 
@@ -48,7 +48,7 @@ Report = Callable[[OfflineProgress], None]
 
 
 class Lesson(Protocol):
-    """What is learned, on rows that are numbered from 0."""
+    """Training on rows that are numbered from 0."""
 
     def step(self, rows: Sequence[int], rate: float) -> dict[str, float]:
         """One optimizer step; numbers with `tokens`, the same on every rank."""
@@ -132,7 +132,7 @@ def shuffled(count: int, batch_rows: int, seed: int) -> Iterator[list[int]]:
 
 
 def _fingerprint(config: OfflineConfig, rows: Iterable[Int32]) -> str:
-    """Of what a checkpoint must find unchanged: rows, their order, the model's name."""
+    """Hash of data that must be unchanged on resume: rows, their order, the model's name."""
     digest = hashlib.blake2b(f"{config.batch_rows} {config.model.path}".encode(), digest_size=8)
     for row in rows:
         digest.update(row.tobytes() + b"|")

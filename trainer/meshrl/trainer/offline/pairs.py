@@ -138,7 +138,7 @@ def _split(value: Any, where: str, key: str) -> tuple[Messages, str]:
 
 
 class PairLearner(ABC):
-    """What a loss over pairs needs around it. Every rank forwards its share of a batch."""
+    """Updates and evaluation by a loss over pairs. Every rank forwards its share of a batch."""
 
     def __init__(
         self,

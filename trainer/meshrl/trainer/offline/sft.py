@@ -32,7 +32,7 @@ EXACT_MATCH = "val/exact_match"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftProgress:
-    """Where the fine-tuning stands."""
+    """Progress of the fine-tuning."""
 
     step: int
     steps: int
