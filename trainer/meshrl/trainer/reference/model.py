@@ -57,7 +57,7 @@ def sharded(hf: HfModel, world: World, config: ModelConfig) -> Policy:
 
 
 class ReferenceRanks:
-    """What the ranks say to each other. Rank 0 calls `send`, `idle` and `end`, the others `receive`; all the rest."""
+    """Messages between the ranks. Rank 0 calls `send`, `idle` and `end`, the others `receive`; all call the rest."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -71,7 +71,7 @@ class ReferenceRanks:
         self._world.broadcast(_END)
 
     def send(self, rows: Sequence[Int32], temperature: float, top: int) -> None:
-        """What `receive` gives the others."""
+        """Send rows to the other ranks, which `receive` them."""
         head = {"lengths": [len(row) for row in rows], "temperature": temperature, "top": top}
         tokens = np.concatenate(rows).astype("<i4").tobytes()
         self._world.broadcast(json.dumps(head).encode() + b"\n" + tokens)
@@ -104,7 +104,7 @@ class ReferenceRanks:
     def gathered(
         self, found: Sequence[tuple[torch.Tensor, ...]], count: int
     ) -> list[tuple[torch.Tensor, ...]]:
-        """Of `count` micro-batches what the ranks found of their `own`: tensors on the CPU, of tokens first."""
+        """Gather the ranks' results of their `own` of `count` micro-batches: tensors on the CPU, of tokens first."""
         world = self._world
         mine = found[: len(range(world.rank, count, world.size))]
         every: list[tuple[torch.Tensor, ...]] = [()] * count

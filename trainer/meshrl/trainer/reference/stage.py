@@ -216,7 +216,7 @@ class SharedPrefixGroups:
             waiting[0].due.set()
 
     def _batch(self, own: _WaitingRows) -> list[_WaitingRows]:
-        """What is due, `own` first."""
+        """Waiting rows that are due, `own` first."""
         batch, count = [own], len(own.rows)
         for part in self._parts:
             if part is not own and part.due.is_set() and count + len(part.rows) <= MOST_AT_ONCE:

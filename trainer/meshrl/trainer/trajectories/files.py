@@ -63,12 +63,12 @@ class LoggedFile:
 
 
 def file_of(folder: Path, split: Split, step: int) -> Path:
-    """Where the rows of a step are."""
+    """File of the rows of a step."""
     return folder / f"{PREFIX[split]}-{step}.parquet"
 
 
 def draft_of(path: Path) -> Path:
-    """Where a file is written before it is renamed to `path`."""
+    """Temporary file that is renamed to `path` once it is written."""
     return path.with_name(f".{path.name}.writing")
 
 
@@ -158,7 +158,7 @@ class PictureFiles:
         self._folder = folder
         self._max_bytes = max_bytes
         self._sizes: dict[str, int] | None = None
-        """By name, those that were used longest ago first; None before the folder was looked into."""
+        """Bytes by file name, least recently used first; None before the folder was read."""
 
     def keep(self, media: Iterable[Media]) -> None:
         """Write those that are not there. Raises OSError."""

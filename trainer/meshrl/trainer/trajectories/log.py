@@ -131,7 +131,7 @@ class TrajectoryLog:
         self._builder: TableBuilder | None = None
         self._missed = 0
         self._files: dict[Path, LoggedFile] | None = None
-        """What is in the folder; None before the first file is written."""
+        """Files in the folder; None before the first one is written."""
         self._bytes = 0
 
     def resume_at(self, step: int) -> None:

@@ -37,9 +37,9 @@ from meshrl.trainer.trajectories.files import file_of, read_back, read_rows
 from meshrl.trainer.trajectories.log import per_token
 
 FIGURES = ("actor/loss", "actor/grad_norm")
-"""Of a step, in metrics.jsonl."""
+"""Metrics of a step, in metrics.jsonl."""
 COMPARED = ("token_rewards", "values", "advantages", "returns", "trainer_logprobs")
-"""Of each row, in this order, so that the first row that differs is the cause: in a step of several updates,
+"""Columns of each row, in this order, so that the first row that differs is the cause: in a step of several updates,
 log-probs depend on the rows of earlier updates."""
 
 
@@ -55,7 +55,7 @@ class Difference:
     logged: float
     computed: float
     relative: float
-    """Of a column: the largest difference over the largest value of the row."""
+    """Relative difference; of a column, the largest difference over the largest value of the row."""
 
     def __str__(self) -> str:
         where = self.name
@@ -71,7 +71,7 @@ class ReplayedStep:
     step: int
     rows: int
     figures: Mapping[str, float]
-    """What came out of `FIGURES`."""
+    """Values of `FIGURES`, computed again."""
     largest: Mapping[str, float] = field(default_factory=dict)
     """The largest relative difference of each figure and column."""
     first: Difference | None = None

@@ -39,7 +39,7 @@ class LoggedRow:
     group_size: int
     outcome: str | None = None
     sample: Sample | None = None
-    """What the judge saw; None where the run does not keep it."""
+    """Input of the judge; None where the run does not keep it."""
 
     @property
     def response_length(self) -> int:
@@ -224,7 +224,7 @@ class TableBuilder:
         }
 
     def _messages(self, rows: Sequence[LoggedRow]) -> Any:
-        """Of each task once."""
+        """Prompt messages of each row, converted once per task."""
         import pyarrow as arrow
 
         first: dict[str | None, int] = {}
