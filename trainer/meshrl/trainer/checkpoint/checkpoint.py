@@ -190,7 +190,7 @@ def write(root: Path, tensors: Tensors, state: TrainerState, world: World, *, ke
 
     Args:
         root: Directory of the run's checkpoints.
-        tensors: What `freeze` gave.
+        tensors: Result of `freeze`.
         state: Everything that is no tensor.
         world: The ranks; off the thread that computes, with a group of its own (`World.with_own_group`).
         keep: Which checkpoints stay.

@@ -58,7 +58,7 @@ def export_policy(
         policy: The model.
         world: The ranks.
         target: The directory to make.
-        tokenizer: Where to copy the tokenizer's files from.
+        tokenizer: Directory whose tokenizer files are copied.
         dtype: Type of the stored weights; buffers keep theirs.
         max_shard_size: Largest safetensors file, such as `5GB`; a model that is larger gets several and an index.
         end: The token with which the model has learned to end; generation_config.json names it, so that engines do.
@@ -210,7 +210,7 @@ def export_checkpoint(
         path: `…/checkpoints/step-…` or `…/checkpoints`.
         target: The directory to make.
         model: The model that the run started from: its architecture, and with LoRA its weights, are read.
-        tokenizer: Where the tokenizer is; None takes `model`.
+        tokenizer: Directory of the tokenizer; None takes `model`.
         dtype: Type of the stored weights.
         max_shard_size: Largest safetensors file.
         adapter_only: Write the LoRA adapter as peft reads it, not merged.

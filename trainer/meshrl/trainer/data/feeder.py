@@ -72,12 +72,12 @@ class Feeder:
         """Prepare; nothing is admitted before `run`.
 
         Args:
-            queue: Where tasks go.
+            queue: Receiver of tasks.
             run: The run that they belong to.
             prompts: The prompts.
             make_task: From a prompt and a task id to a task.
             epochs: Passes over the prompts; None: without end.
-            order: Of an epoch.
+            order: Order of an epoch.
             chunk: Tasks per call.
             accept_changes: Go on with other prompts, or in another order, than were fed before: from their beginning.
 

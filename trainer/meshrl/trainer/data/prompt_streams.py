@@ -166,7 +166,7 @@ class LevelHistory:
         """The history with the evaluation of `step`; unchanged where that step or a later one was decided before.
 
         Args:
-            step: Of the version that was evaluated.
+            step: Step of the version that was evaluated.
             scores: Mean held-out score by task and level; a task without a score at its level keeps it.
             config: When a level rises.
             levels: How many there are.
@@ -220,7 +220,7 @@ class LevelStream:
             gym: Tasks with weights, and levels.
             evaluation: The run whose cursor is the history.
             batch: Prompts of a training step.
-            seed: Of the order.
+            seed: Seed of the order.
 
         Raises:
             UserError: a level of a task has no prompt.

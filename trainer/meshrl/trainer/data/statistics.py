@@ -119,7 +119,7 @@ def scan(
     """Read every row of `files`, then those that code has `made`.
 
     Args:
-        name: What they are: `train` or `held out`.
+        name: Name of the split: `train` or `held out`.
         files: Data files.
         made: Rows of `data.reasoning_gym`.
         config: How rows are read.

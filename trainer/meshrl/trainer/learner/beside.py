@@ -76,7 +76,7 @@ class ValueLearner:
             epochs: Passes over a batch.
             gamma: Discount of Monte Carlo returns.
             max_response_length: The divisor of `seq-mean-token-sum-norm`.
-            total_steps: Where a falling learning rate ends; None keeps it from falling.
+            total_steps: Step at which a falling learning rate ends; None keeps it from falling.
         """
         self.model = critic
         self.optimizers = optimizers
@@ -111,7 +111,7 @@ class ValueLearner:
             minis: The mini-batches, in order.
             experience: The whole batch.
             values: V float32[N] before this step.
-            targets: What the advantages were computed with; its returns are the targets.
+            targets: Mask, token rewards and returns of the batch.
             step: Optimizer steps done before it.
 
         Returns:
@@ -218,8 +218,8 @@ class RewardLearner:
             optimizers: Its optimizer.
             config: β, learning rate, order of update and scoring.
             world: The ranks.
-            temperature: What the logits of the reference's log-probs were divided by.
-            total_steps: Where a falling learning rate ends; None keeps it from falling.
+            temperature: Divisor of the logits in the reference's log-probs.
+            total_steps: Step at which a falling learning rate ends; None keeps it from falling.
         """
         self.model = model
         self.optimizers = optimizers

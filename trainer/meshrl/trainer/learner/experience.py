@@ -247,7 +247,7 @@ def assemble(
     """Exchange response-only columns with the other ranks.
 
     Args:
-        schedule: What happens to the batch.
+        schedule: Plan of the batch.
         own: The rows of `schedule.own(world.data_rank)`, in that order.
         world: The ranks.
         baselines: Group to the reward of its greedy response; None: the algorithm has none.

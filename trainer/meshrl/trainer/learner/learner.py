@@ -134,9 +134,9 @@ class Learner:
             objective: The algorithm.
             world: The ranks.
             settings: How a batch becomes updates.
-            rows: What they hold beyond tokens and a score; None: nothing.
-            critic: Where the objective needs values.
-            rewarder: Where it needs process rewards.
+            rows: Contents of rows beyond tokens and a score; None: nothing.
+            critic: Needed if the objective reads values.
+            rewarder: Needed if it reads process rewards.
 
         Raises:
             UserError: the policy has no experts that it could be told.
@@ -472,7 +472,7 @@ class Learned:
     experience: Experience
     targets: Targets
     logprobs: torch.Tensor
-    """float32[N]: of the policy before the step; NaN where it forwarded no token."""
+    """float32[N]: the policy's before the step; NaN where it forwarded no token."""
     values: torch.Tensor | None
     """float32[N]: the critic's before the step."""
 

@@ -64,7 +64,7 @@ class Targets:
     advantages: torch.Tensor
     """float32[N]"""
     returns: torch.Tensor
-    """float32[N]: what a critic learns."""
+    """float32[N]: targets of a critic."""
     token_rewards: torch.Tensor
     """float32[N]: after shaping and the KL penalty."""
     mask: torch.Tensor
@@ -377,7 +377,7 @@ def actor_loss(
     Args:
         inputs: The micro-batch.
         config: Which loss, and the coefficients.
-        aggregate: Of the mini-batch.
+        aggregate: Aggregation over the mini-batch.
         entropy: float32[N]; needed when `entropy_coeff` is not 0, reported whenever it is given.
         correct: bool[B], rows with a right answer; needed when `positive_nll_coef` is not 0.
         correct_num_tokens: Trained tokens of correct rows of the mini-batch over all ranks.

@@ -88,10 +88,10 @@ def unfolded(
     """Cut the parts of rows into micro-batches anew. Every rank calls this.
 
     Args:
-        schedule: Of the queue's rows.
-        parts: Of each row of `schedule.own(world.data_rank)`, in that order.
+        schedule: Schedule of the queue's rows.
+        parts: Parts of each row of `schedule.own(world.data_rank)`, in that order.
         world: The ranks.
-        max_tokens: Of a micro-batch.
+        max_tokens: Most tokens of a micro-batch.
         together: The parts of a row stay in one micro-batch.
     """
     rows = [[(len(part.row.tokens), _offset(_begins(of), part)) for part in of] for of in parts]

@@ -114,7 +114,7 @@ class Evaluator:
             tasks: Held-out prompts with their sampling parameters; their run and id are replaced.
             owner: Name of the trainer that acquires the eval run.
             take_wait_s: Length of one wait for rows.
-            trajectories: Where the rows are kept; the caller closes it.
+            trajectories: Log of the rows; the caller closes it.
             curriculum: Whose levels follow the scores of each evaluation; the run's cursor is their history.
         """
         self.run = spec.run

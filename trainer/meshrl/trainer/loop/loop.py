@@ -106,13 +106,13 @@ class Trainer:
         """Prepare; nothing is touched before `run`.
 
         Args:
-            context: What to train and where, with the learner as `resume` left it.
+            context: Model, queue and settings, with the learner as `resume` left it.
             state: The result of `resume`: the epoch that holds the run, its step and counts.
             publisher: Takes versions, on rank 0. It tells the queue what the fleet has committed.
             rewards: Makes each batch one of a single reward version; None takes rows as they were scored.
             evaluator: Held-out tasks, on rank 0 only; None evaluates nothing.
-            metrics: Where metrics are written, on rank 0 only.
-            trajectories: Where rows are kept, on rank 0 only.
+            metrics: Log of metrics, on rank 0 only.
+            trajectories: Log of rows, on rank 0 only.
             turns: When the device is the trainer's, which has it now; None: always.
         """
         settings = context.settings

@@ -84,7 +84,7 @@ class RewardVersionGuard:
         """Guard the batches of `queue`.
 
         Args:
-            queue: Where batches come from.
+            queue: Source of batches.
             versions: The reward service; None where none is known, then a mixed batch is refused.
             token_rewards: Whether rows have a reward for each token.
         """

@@ -73,8 +73,8 @@ def packed_attention(
         key: [1, Hkv, P, D], Hq a multiple of Hkv.
         value: [1, Hkv, P, Dv]; Dv is D but for multi-head latent attention (DeepSeek-V3).
         attention_mask: Must be None: `packed_layout` says it all.
-        packed_layout: Where sequences begin. Some layers do not hand it on, but `position_ids`:
-        position_ids: What `carrying` returned, where there is no `packed_layout`.
+        packed_layout: Bounds of the sequences. Some layers do not hand it on, but `position_ids`:
+        position_ids: Result of `carrying`, where there is no `packed_layout`.
         scaling: Factor on the scores; None is D^-0.5.
         dropout: Attention dropout; must be 0, the trainer's log-probs would not be the sampler's otherwise.
         sliding_window: Tokens a query sees, itself included.

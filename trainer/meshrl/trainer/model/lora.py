@@ -138,8 +138,8 @@ def place_adapters(
     The norms of DoRA wait for `place_magnitudes`.
 
     Args:
-        hf: With adapters on the meta device.
-        config: Where they start.
+        hf: Model with adapters on the meta device.
+        config: Start of the adapters.
         place: The parameter to have instead of the first tensor, with the values of the second one.
     """
     source = config.lora_adapter_path

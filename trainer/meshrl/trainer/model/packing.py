@@ -199,13 +199,13 @@ class PackLayout:
     """How the rows of one pack lie: what block-diagonal attention needs instead of a mask."""
 
     cu_seqlens: torch.Tensor
-    """int32[S+1]: where rows begin, laid end to end and each with its prefix; the last entry is the total."""
+    """int32[S+1]: starts of rows, laid end to end and each with its prefix; the last entry is the total."""
     max_seqlen: int
     buckets: tuple[RowRectangle, ...]
     runs: tuple[RowRun, ...]
     """All rows, in their order; a single one for a pack without long rows."""
     order: torch.Tensor
-    """int64[P]: where in the buckets' `cells`, one bucket after the other, each token of the pack stands."""
+    """int64[P]: index of each token of the pack in the buckets' `cells`, one bucket after the other."""
     unfolded: torch.Tensor | None = None
     """int64[cu_seqlens[-1]]: pack position of each token of the rows end to end; None where the pack is just that."""
     folded: torch.Tensor | None = None

@@ -122,7 +122,7 @@ def share_matrices(hf: Any, mesh: DeviceMesh) -> None:
 
     Args:
         hf: A transformers model.
-        mesh: Of the ranks that share them.
+        mesh: The ranks that share them.
 
     Raises:
         UserError: transformers is too old, or cannot share the layers of this model among so many ranks.

@@ -182,8 +182,8 @@ def fill(hf: Any, model: nn.Module, config: ModelConfig, device: torch.device) -
         hf: The transformers model on the meta device that `model` is built around; its name is the checkpoint's
             directory. What `model` has not taken over of it stays empty.
         model: Sharded.
-        config: Where adapters start.
-        device: Of the shards.
+        config: Start of the adapters.
+        device: Device of the shards.
 
     Raises:
         UserError: the checkpoint lacks a tensor, or has one of another shape.

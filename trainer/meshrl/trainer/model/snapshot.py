@@ -126,10 +126,10 @@ def take_snapshot(
         world: The ranks.
         run: Name of the run, for the manifest.
         version: The version that these weights are.
-        dtype: What engines get: float32, bfloat16 or float16.
+        dtype: Dtype that engines get: float32, bfloat16 or float16.
         bucket_bytes: Upper bound of a bucket; a larger tensor gets a bucket of its own.
-        adapters_only: Of a policy whose adapter others can merge, send that, in float32. The merged weights are
-            still made once, bucket by bucket, for their hashes.
+        adapters_only: Send the adapter, in float32, of a policy whose adapter others can merge. The merged weights
+            are still made once, bucket by bucket, for their hashes.
         on_plan: Called with the snapshot on rank 0 before anything of it is gathered, in this thread. Not of an
             adapter, which is proposed with the hashes of what it is merged into.
     """
@@ -296,7 +296,7 @@ def gather_into(
 
     Args:
         memory: The bucket, on the host; read on ranks that keep it only.
-        members: What is in it.
+        members: Tensors of the bucket.
         kind: The dtype that it has there.
         keep: Whether this rank wants the bytes.
     """

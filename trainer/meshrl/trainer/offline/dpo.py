@@ -59,7 +59,7 @@ def run(config: DpoConfig, report: Report | None = None) -> OfflineProgress:
     """Train on preferences and write a Hugging Face checkpoint to `config.output_dir`.
 
     Args:
-        config: What to train on, how long, with which loss, and where to put it.
+        config: Data, steps, loss and output directory.
         report: Called every ten steps and with each measurement; None logs a line.
 
     Raises:
@@ -113,7 +113,7 @@ class PreferenceLesson(PairLearner, Lesson):
         """Keep the parts.
 
         Args:
-            policy: What is trained.
+            policy: The model to train.
             optimizers: Its optimizer.
             config: Loss and budget.
             world: The ranks.

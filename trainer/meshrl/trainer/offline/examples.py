@@ -74,7 +74,7 @@ class Example:
 
     @property
     def fingerprint(self) -> Int32:
-        """int32[n]: what another row does not have: tokens (negated, where a mask says not learned), pictures."""
+        """int32[n]: identity of the row: tokens (negated, where a mask says not learned), pictures."""
         said = self.tokens if self.mask is None else np.where(self.mask, self.tokens, ~self.tokens)
         names = bytes.fromhex("".join(each.sha256 for each in self.media))
         return np.concatenate([said, np.frombuffer(names, dtype=np.int32)])

@@ -75,8 +75,8 @@ def fit(
     """Train from the newest checkpoint, or from the start, to the last step; every rank calls this.
 
     Args:
-        lesson: What a step is.
-        model: What a checkpoint holds.
+        lesson: Steps and evaluations.
+        model: Content of checkpoints.
         optimizers: Its optimizer.
         config: How long, how often.
         world: The ranks.

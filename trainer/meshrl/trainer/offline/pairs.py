@@ -152,11 +152,11 @@ class PairLearner(ABC):
         """Keep the parts.
 
         Args:
-            optimizers: Of what learns.
+            optimizers: Optimizers of the trained model.
             world: The ranks.
-            sizes: Of each pair.
-            train: So many of the pairs are to train on; the others are held out.
-            max_tokens: Of a pack.
+            sizes: Size of each pair.
+            train: Number of training pairs, the first ones; the others are held out.
+            max_tokens: Most tokens of a pack.
         """
         self._optimizers = optimizers
         self._world = world

@@ -64,7 +64,7 @@ def run(config: RewardModelConfig, report: Report | None = None) -> OfflineProgr
     """Train on preferences and write a Hugging Face checkpoint to `config.output_dir`.
 
     Args:
-        config: What to train on, how long, and where to put it.
+        config: Data, steps and output directory.
         report: Called every ten steps and with each measurement; None logs a line.
 
     Raises:

@@ -28,10 +28,10 @@ def ended(
     """A response with its end behind it, once: instead of the tokenizer's `eos_token`, too, which it may end with.
 
     Args:
-        response: What the assistant says.
-        tokenizer: Of transformers.
+        response: The assistant's text.
+        tokenizer: A tokenizer of transformers.
         where: `file:row`.
-        variables: Of the chat template.
+        variables: Variables of the chat template.
 
     Raises:
         UserError: nothing ends a response: there is neither a chat template nor an `eos_token`.

@@ -89,7 +89,7 @@ class World:
         """Join the group that torchrun's variables name, or be a world of one.
 
         Args:
-            device: Where to compute.
+            device: Device that computes.
             parallel: How ranks share rows and model; None: each has rows of its own and a share of the weights.
             peer_timeout_s: How long another machine may be silent; then this process ends.
 

@@ -72,9 +72,9 @@ class ReferenceStage:
         """Prepare; nothing is leased before `run`.
 
         Args:
-            queue: Where rows come from.
+            queue: Source of rows.
             runs: Which runs' rows.
-            judged: What computes.
+            judged: The model that computes the columns.
             pictures: It reads those of rows.
             worker: This stage's name in leases.
             limit: Rows held at once: most of them wait for the rest of their group.

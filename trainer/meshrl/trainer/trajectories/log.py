@@ -107,9 +107,9 @@ class TrajectoryLog:
         """Nothing is written before the first rows.
 
         Args:
-            folder: Where the files are; made when it is needed.
+            folder: Directory of the files; made when it is needed.
             share: Share of the groups that are kept, 0 for none. Which, depends on the task alone.
-            max_bytes: What the folder may hold; beyond it the oldest files go, down to nine tenths of it.
+            max_bytes: Size limit of the folder; beyond it the oldest files go, down to nine tenths of it.
             tokenizer: Its directory, for the texts of prompts and tokens.
             keeps_inputs: Whether rows of training have what their judge saw.
             pictures: Whether prompts may have pictures, which are kept too.

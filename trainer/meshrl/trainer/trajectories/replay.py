@@ -105,7 +105,7 @@ def replay(
 
     Args:
         learner: On a world of one CPU process, filled from a checkpoint.
-        folder: Of the logged rows.
+        folder: Directory of the logged rows.
         metrics: The run's metrics.jsonl.
         steps: Which, one after the other.
         tolerance: The largest relative difference that counts as the same.

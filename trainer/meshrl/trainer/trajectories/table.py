@@ -346,7 +346,7 @@ def _times(rows: Sequence[Trajectory], learned: float) -> dict[str, npt.NDArray[
 
 
 def _offsets(lengths: Sequence[int] | npt.NDArray[np.int32]) -> Any:
-    """int32[rows + 1]: where each row begins in what all rows have on end."""
+    """int32[rows + 1]: start of each row in the rows laid end to end."""
     import pyarrow as arrow
 
     offsets = np.zeros(len(lengths) + 1, dtype=np.int32)

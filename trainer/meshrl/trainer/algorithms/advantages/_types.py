@@ -75,7 +75,7 @@ class Advantages:
     advantages: Tensor
     """float32[N]"""
     returns: Tensor
-    """float32[N]: what a critic learns; the advantages again where there is no critic."""
+    """float32[N]: targets of a critic; the advantages again where there is no critic."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
