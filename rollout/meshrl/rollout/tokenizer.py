@@ -215,8 +215,8 @@ def load_tokenizer(
 
     Args:
         path: The directory.
-        variables: Of the chat template (`data.apply_chat_template_kwargs`).
-        images: Of a model that reads pictures.
+        variables: Variables of the chat template (`data.apply_chat_template_kwargs`).
+        images: Image processor of a vision-language model.
 
     Raises:
         UserError: the directory has no tokenizer.

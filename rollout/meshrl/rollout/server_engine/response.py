@@ -51,7 +51,7 @@ class ResponseReader:
         """Begin.
 
         Args:
-            version: What the server serves when the request starts.
+            version: Version that the server serves when the request starts.
             stop_strings: Those of the request.
             before: Response tokens that a continued request begins with (sampled earlier).
             stop_token_ids: Those of the request.

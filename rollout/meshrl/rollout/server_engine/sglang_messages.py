@@ -108,7 +108,7 @@ def positions(pictures: Sequence[tuple[int, ImageFeatures]], length: int) -> Int
 
     Args:
         pictures: First token and features of each, in order.
-        length: Of the prompt.
+        length: Tokens of the prompt.
     """
     parts: list[Int64] = []
     token = position = 0

@@ -245,7 +245,7 @@ class TorchDecoder:
             lengths: int64[m], true lengths.
             source: int64[r]: cache row `first_row + i` gets prompt `source[i]`; equal prompts are run once. It
                 ascends and leaves no prompt out.
-            first_row: Where the rows begin.
+            first_row: First row of the cache to fill.
             taken: [m, P, layers, k], gets the experts of each token.
 
         Returns:

@@ -124,7 +124,7 @@ class StaticSteps:
 
         Args:
             weights: The version to run.
-            width: Of `width`; the cache has so many rows.
+            width: Result of `width`; the cache has so many rows.
             tokens: Sampled last.
             stored: Positions that rows have in the cache.
             sampling: How to draw.

@@ -154,7 +154,7 @@ def free_bytes(device: torch.device, promised: int) -> int | None:
     """Bytes of a GPU that a second version could take; None for a CPU.
 
     Args:
-        device: Where the engine computes.
+        device: Device of the engine.
         promised: Bytes that the cache may still grow by.
     """
     if device.type != "cuda":
