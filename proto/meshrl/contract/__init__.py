@@ -1,1 +1,1 @@
-"""What the rooms of the mesh share: types, ports, errors. Imports no room."""
+"""Types, ports and errors that the rooms of the mesh share. Imports no room."""

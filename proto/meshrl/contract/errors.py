@@ -149,7 +149,7 @@ def _tree(root: type[MeshError]) -> dict[str, type[MeshError]]:
 
 
 AWAY: Final = (UnavailableError, CapacityError)
-"""What a call raises when the service was not to be had for as long as calls wait: out of reach, or its disk full."""
+"""Errors of a call whose service stayed unavailable for as long as calls wait: unreachable, or its disk full."""
 BY_CODE: Mapping[str, type[MeshError]] = _tree(MeshError)
 """Error classes by code."""
 

@@ -86,7 +86,7 @@ class Flat:
 
 
 class Entry(NamedTuple):
-    """What a frame says of a column, whatever its rows."""
+    """One column's description in the head of a frame, the same for any number of rows."""
 
     name: str
     dtype: np.dtype[Any]
@@ -108,11 +108,11 @@ class Column(NamedTuple):
     total: int
     """Entries of all rows."""
     body: memoryview
-    """Of the whole frame."""
+    """The body of the whole frame."""
     at: int
-    """Where in the body its values begin."""
+    """Offset of the column's values in the body, in bytes."""
     lengths_at: int
-    """Where in the body its lengths begin; for rank 0 this says nothing."""
+    """Offset of the column's lengths in the body, in bytes; meaningless for rank 0."""
 
     @property
     def values(self) -> Array:
@@ -138,7 +138,7 @@ _column = partial(tuple.__new__, Column)
 
 @lru_cache(maxsize=256)
 def _encoded_entry(name: str, dtype: str, rank: int, tail: tuple[int, ...]) -> bytes:
-    """What the head says of one column."""
+    """One column's description, encoded for the head of a frame."""
     encoded = name.encode()
     entry = bytes([len(encoded)]) + encoded + bytes([_CODES[dtype], rank])
     return entry + struct.pack(f"<{len(tail)}I", *tail)
@@ -146,7 +146,7 @@ def _encoded_entry(name: str, dtype: str, rank: int, tail: tuple[int, ...]) -> b
 
 @lru_cache(maxsize=256)
 def _entries(head: bytes, count: int) -> tuple[tuple[Entry, ...], int]:
-    """What a head says of its columns, and how many of them have lengths."""
+    """Descriptions of the columns in a head, and how many columns have lengths."""
     at = 0
     entries: list[Entry] = []
     for _ in range(count):
@@ -229,7 +229,7 @@ def _frame(
 
 
 def signature(columns: Columns) -> tuple[tuple[str, str, int, tuple[int, ...]], ...]:
-    """What rows of one frame have in common: names, dtypes, ranks, and axes after the first.
+    """The properties that all rows of one frame share: names, dtypes, ranks, and axes after the first.
 
     Raises:
         UserError: an array that no frame can hold; names the column.

@@ -1,4 +1,4 @@
-"""What a stage worker has of the rows that it holds: leases, for the code that renews them, and results to write.
+"""Leases that a stage worker holds, for the code that renews them, and results that it still has to write.
 
     StageWorker ──add, drop──▶ HeldLeases ◀──by_run── renewing (the same loop), a client's lease renewer (a thread)
         ▲                                                  │

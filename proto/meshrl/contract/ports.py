@@ -47,7 +47,7 @@ class Queue(Protocol):
     """The transfer queue. See transferqueue/README.md for the life of a row."""
 
     logprob_precision: Precision = "fp32"
-    """What `write_rows` rounds log-probs to."""
+    """The precision to which `write_rows` rounds log-probs."""
 
     async def open_run(self, spec: RunSpec) -> RunState:
         """Declare a run; idempotent. Raises ConflictError, naming the field, if it exists with another spec.
@@ -57,7 +57,7 @@ class Queue(Protocol):
         ...
 
     async def run_state(self, run: str) -> RunState:
-        """Where the run stands. Raises NotFoundError."""
+        """The run's spec, epoch, versions and feed. Raises NotFoundError."""
         ...
 
     async def acquire(self, run: str, owner: str) -> RunState:
@@ -324,9 +324,9 @@ class LentBucket:
     """Memory of a device, for one bucket, that another process may write."""
 
     handle: str
-    """By which that process opens it, hexadecimal."""
+    """Hexadecimal handle that opens the memory in the other process."""
     nbytes: int
-    """Of the bucket."""
+    """The size of the bucket."""
 
 
 class DeviceReceiver(Protocol):
@@ -364,11 +364,11 @@ class LendingSink(WeightSink, Protocol):
         ...
 
     async def stage_lent(self, manifest: WeightManifest, digests: Sequence[str]) -> None:
-        """What `stage_weights` does, of a version that lies, verified, in the memory that was lent for it.
+        """Stage a version, as `stage_weights` does, whose verified bytes lie in the memory that was lent for it.
 
         Args:
             manifest: The version.
-            digests: Of each bucket, see `meshrl.common.chunk_digest`.
+            digests: One per bucket, see `meshrl.common.chunk_digest`.
         """
         ...
 
@@ -434,7 +434,7 @@ class WeightSource(Protocol):
 
     @property
     def manifest(self) -> WeightManifest:
-        """What is sent."""
+        """The layout and hashes of the version."""
         ...
 
     def bucket(self, index: int) -> Uint8:

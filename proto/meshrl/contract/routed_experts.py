@@ -52,7 +52,7 @@ class RoutedExperts:
 
     @classmethod
     def pack(cls, experts: npt.NDArray[Any]) -> Self:
-        """Of experts [T, L, K]."""
+        """Compress experts [T, L, K]."""
         ordered = np.sort(narrow(experts), axis=-1)
         tokens, layers, chosen = ordered.shape
         gaps = np.diff(ordered, axis=-1, prepend=ordered.dtype.type(0))
@@ -81,7 +81,7 @@ class RoutedExperts:
         return self.end - self.start
 
     def part(self, start: int, end: int) -> Self:
-        """Of tokens `[start, end)` of these."""
+        """The experts of tokens `[start, end)` of these, in the same column."""
         return replace(self, start=self.start + start, end=self.start + end)
 
     def array(self) -> Experts:

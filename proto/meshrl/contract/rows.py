@@ -65,7 +65,7 @@ def rollout_write(
     now: Version,
     prompt: Int32 | None = None,
 ) -> RowWrite:
-    """What the rollout stage writes back; `now` labels a row that sampled nothing.
+    """The rollout stage's write of one row; `now` is the version of a row without sampled tokens.
 
     `prompt` int32[p] is the task's; the row may begin with it, as its siblings do.
     """
@@ -103,7 +103,7 @@ def _begins_with(tokens: Int32, prompt: Int32 | None) -> int:
 
 
 def reward_write(score: Score, *, loss_mask: Uint8 | None = None) -> RowWrite:
-    """What the reward stage writes back; with the row's `loss_mask`, uint8[T], also the reward of each token.
+    """The reward stage's write of one row; with its `loss_mask`, uint8[T], also the reward of each token.
 
     Raises:
         UserError: the judge gave another number of token rewards than the response has tokens, or a component a
@@ -178,14 +178,14 @@ def column_parts(uid: Uid, column: npt.NDArray[np.uint8], tokens: int) -> tuple[
 
 
 def reward_inputs(sample: Sample) -> Uint8:
-    """What `sample_again` needs beside the response, as JSON in uint8[n]."""
+    """A judge's inputs beside the response, as JSON in uint8[n], for `sample_again`."""
     messages = [[m.role, m.content] for m in sample.messages]
     fields = [sample.data_source, sample.ground_truth, dict(sample.extra_info), messages]
     return text_column(json.dumps(fields))
 
 
 def sample_again(uid: Uid, columns: Columns) -> Sample:
-    """What the judge saw of a row, from its columns `response_text` and `reward_inputs`."""
+    """The sample that the judge scored, rebuilt from the row's columns `response_text` and `reward_inputs`."""
     data_source, ground_truth, extra_info, *rest = json.loads(column_text(columns[REWARD_INPUTS]))
     return Sample(
         uid=uid,

@@ -89,7 +89,7 @@ class Intake:
     more: Callable[[int], int] | None = None
     """From the number of held rows to how many more may be leased, besides `limit`; asked again at every `wake`."""
     version: Callable[[], Version] | None = None
-    """Of the engine that samples the rows (`Queue.lease`)."""
+    """The version of the engine that samples the rows (`Queue.lease`)."""
 
 
 class Progress(Protocol):

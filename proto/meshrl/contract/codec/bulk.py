@@ -48,7 +48,7 @@ WORTH: Final = 0.92
 """A column whose sample keeps more than this part of its bytes is not compressed."""
 MAX_FRAME_BYTES: Final = 64 << 20
 MAX_WINDOW_BYTES: Final = 8 << 20
-"""What a decompressor may be asked to remember: zstandard's levels up to 19 need no more."""
+"""The largest window that a decompressor accepts; zstandard's levels up to 19 need no more."""
 TAKES_COMPRESSED: Final = ("meshrl-frames", "zstd")
 """Metadata of a call whose answer may carry compressed frames. Any request may: every queue decompresses them."""
 MAGIC: Final = b"mz2\0"
@@ -289,7 +289,7 @@ class Bulk(Generic[M]):
         self.frames = frames
         self._size = size
         self._parts: list[bytes] = []
-        """What is sent, from the first time that somebody asks for it or its size: then the message is complete."""
+        """The serialised pieces, cached when first used or measured; the message must be complete by then."""
 
     def ByteSize(self) -> int:
         """Bytes of the serialised message, as protobuf's method of that name says."""

@@ -38,7 +38,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 MISTAKES = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-"""What Python, numpy, json and protobuf raise for a value that does not fit."""
+"""Errors that Python, numpy, json and protobuf raise for a value that does not fit."""
 
 
 def encoder(function: Callable[P, R]) -> Callable[P, R]:
@@ -209,7 +209,7 @@ class Field(NamedTuple):
     encode: Convert | None = None
     decode: Convert | None = None
     name: str = ""
-    """Of the message's field, where it is another than the value's; `row.uid` is one of the message in `row`."""
+    """The message's field, if its name differs from the value's; `row.uid` is one of the message in `row`."""
     spread: bool = False
     """`encode` gives several fields of the message by name, and `decode` takes the message."""
 
@@ -266,7 +266,7 @@ class MessagePlan:
             "UserError_": UserError,
             "MISTAKES_": MISTAKES,
         }
-        """What the code refers to."""
+        """Objects that the generated code refers to, by name."""
         self._message = message
         self._made = {} if kind is dict else inspect.signature(kind).parameters
         self._by_name = kind is dict or any(
@@ -433,7 +433,7 @@ def _optional(hint: Any) -> tuple[Any, bool]:
 
 
 _CODECS: dict[tuple[type, str], Codec[Any, Any]] = {}
-"""By type and full name of its message."""
+"""Codecs by type and full name of its message."""
 
 
 class Codec(Generic[T, M]):

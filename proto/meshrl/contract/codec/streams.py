@@ -1,4 +1,4 @@
-"""What the queue streams: admitted tasks, leases, writes, fetched rows. Each is a list of messages.
+"""Streams of the queue: admitted tasks, leases, writes, fetched rows. Each is a list of messages.
 
 The first message of a stream, and only the first, has a header that counts what follows, so that a stream that was
 cut short is never mistaken for a short one. Payload travels in the frames in which it was packed (bulk.py).
@@ -87,7 +87,7 @@ def named_rows(message: pb.GroupRows) -> Rows:
 
 
 def encode_parts(blocks: Sequence[RowBlock], frames: Sequence[Sequence[Frame]]) -> pb.Parts:
-    """Of which rows the `frames` of each block are."""
+    """The rows that each frame of each block holds."""
     every = [
         block.places(frame) for block, own in zip(blocks, frames, strict=True) for frame in own
     ]
@@ -138,7 +138,7 @@ def _decode_versions(message: pb.VersionList, rows: int) -> list[Version]:
 
 @encoder
 def encode_facts(facts: Sequence[Sequence[RowFacts]]) -> pb.Facts | None:
-    """Of each group; None where none has any."""
+    """The facts of each group's rows; None if no group has any."""
     every = list(chain.from_iterable(facts))
     if not every:
         return None
@@ -156,7 +156,7 @@ def encode_facts(facts: Sequence[Sequence[RowFacts]]) -> pb.Facts | None:
 
 @decoder
 def decode_facts(message: pb.Facts, counts: Sequence[int]) -> list[tuple[RowFacts, ...]]:
-    """Of each group, which has so many rows. Raises UserError."""
+    """The facts of each group's rows; `counts` has the rows of each group. Raises UserError."""
     require(message, "oldest", "newest")
     if len(message.given) != len(counts):
         malformed(f"{len(counts)} groups, facts of {len(message.given)}")

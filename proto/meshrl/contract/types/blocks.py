@@ -50,9 +50,9 @@ class RowBlock:
     frames: tuple[Frame, ...] = ()
     """Their columns: a writer packs all into one frame, a reader gets the frames as they were written."""
     facts: tuple[RowFacts, ...] = ()
-    """What the stage that samples writes, and in a batch."""
+    """Facts of the rows, in writes of the sampling stage and in batches."""
     starts: tuple[int, ...] = ()
-    """Of progress: entries that were appended before, so that a repeated append counts once."""
+    """In writes of progress, entries of each row appended before, so that a repeated append counts once."""
     group_size: int = 0
     """In a batch, the true size of the group: what the estimator divides by, also when fewer rows were kept."""
 
@@ -179,7 +179,7 @@ def pack_rows(
     """
     frames: list[list[RowWrite]] = []
     filling: dict[Any, tuple[list[RowWrite], int]] = {}
-    """By what rows of a frame have in common: the frame that is being filled, and its bytes."""
+    """The frame that is being filled, and its bytes, by the signature that its rows share."""
     for row in {row.uid: row for row in rows}.values():
         if precision != "fp32":
             row = _rounded(row, precision)
@@ -256,7 +256,7 @@ class LeasedBlock(RowBlock):
     """1 on the first delivery of the row to this stage, one more on each redelivery."""
     packed: PackedTask
     progress: tuple[Frame, ...] = ()
-    """What earlier holders of this stage appended, in order."""
+    """Progress that earlier holders appended at this stage, in order."""
 
     def rows(self) -> list[LeasedRow]:
         """Taken apart. Raises CorruptError."""

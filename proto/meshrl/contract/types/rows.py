@@ -1,4 +1,4 @@
-"""What everything is named and typed by (versions, uids, outcomes), and a task with one sampled answer to it."""
+"""Names and basic types (versions, uids, outcomes), and a task with one sampled answer to it."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Message:
 
 
 MOST_MEDIA_BYTES = 16 << 20
-"""Of one picture's file."""
+"""The largest size of one picture's file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class Media:
     """A picture. One of a prompt is sent and stored with the task, once for all rows of its group."""
 
     sha256: str
-    """Of `data`, in 64 hexadecimal digits: its name."""
+    """SHA-256 of `data` in 64 hexadecimal digits: the picture's name."""
     data: bytes = field(repr=False)
     """As its file has it: PNG, JPEG and what else Pillow reads. Empty where only the name is said."""
     kind: str = "image"
@@ -220,7 +220,7 @@ class VersionSpan:
 
 
 class RowFacts(NamedTuple):
-    """What the queue must know of a finished rollout to order, count and refuse it."""
+    """Facts of a finished rollout by which the queue orders, counts and refuses it."""
 
     outcome: Outcome
     num_tokens: int
@@ -240,7 +240,7 @@ class RowPart:
     start: int
     """The place of its first token in the row."""
     anchors: tuple[str, ...]
-    """Of each run of sampled tokens: a name of the observation that it answers, equal for equal ones."""
+    """For each run of sampled tokens, a name of the observation that it answers; equal observations share a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +260,7 @@ class Trajectory:
     reward: float | None = None
     reward_components: Mapping[str, float] = field(default_factory=dict)
     reward_texts: Mapping[str, str] = field(default_factory=dict)
-    """What the judge said in words."""
+    """The judge's texts by name."""
     reward_hash: str = ""
     token_rewards: Float32 | None = None
     """float32[T]: each token's reward, where the run has the column; 0 outside the response."""
@@ -275,13 +275,13 @@ class Trajectory:
     reward_times: tuple[float, float] | None = None
     """As `rollout_times`, of its score."""
     data_source: str = ""
-    """Of its task, once it has a reward."""
+    """The task's data source, once the row has a reward."""
     conversation: tuple[Mapping[str, Json], ...] = ()
-    """What follows the prompt, of rows of several turns: messages with `role`, `content`, `name`, `tool_calls`."""
+    """Messages after the prompt, in rows of several turns: `role`, `content`, `name`, `tool_calls`."""
     parts: tuple[RowPart, ...] = ()
-    """Of a row that has every branch of its conversation, in order; empty: the row is one sequence."""
+    """All branches of its conversation, in order; empty: the row is one sequence."""
     routed_experts: RoutedExperts | None = None
-    """Of every token, where the run replays them in the trainer."""
+    """Experts of every token, if the run replays them in the trainer."""
     media: tuple[Media, ...] = ()
     """Its pictures in the order of their places, where the reader asked for them."""
     row_media: tuple[Media, ...] | None = None
@@ -317,4 +317,4 @@ class LeasedRow:
     delivery: int
     """1 on the first delivery of the row to this stage, one more on each redelivery."""
     prefix: Columns = field(default_factory=dict)
-    """What earlier holders appended (`Queue.append`), each column on end; empty where nothing was."""
+    """Progress of earlier holders (`Queue.append`), concatenated by column; empty if there is none."""

@@ -1,4 +1,4 @@
-"""What a run asks of the queue, and what the queue tells of it."""
+"""The declaration of a run, and the queue's reports about it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROLLOUT_COLUMNS = (
 )
 REWARD_COLUMNS = ("reward", "reward_components", "reward_hash")
 REWARD_INPUTS = "reward_inputs"
-"""What a judge saw beside the response, as JSON: with it a row can be scored again."""
+"""A judge's inputs beside the response, as JSON: with them a row can be scored again."""
 TOKEN_REWARDS = "token_rewards"
 """float32[T]: what each token is rewarded with, where the run asks for that."""
 POSTED_REWARD = "posted_reward"
@@ -57,7 +57,7 @@ NOTES: Mapping[str, tuple[str, ...]] = {
     "rollout": (ROLLOUT_TIMES, CONVERSATION, ROW_MEDIA),
     "reward": (REWARD_TIMES, DATA_SOURCE),
 }
-"""By stage: columns that it may write beside those of its spec. Nothing waits for them."""
+"""Columns that a stage may write beside those of its spec, by stage. Nothing waits for them."""
 REFERENCE_COLUMNS = ("ref_logprobs",)
 REFERENCE_TOP = ("ref_top_ids", "ref_top_logprobs")
 """int32[T, k] and float32[T, k]: what a teacher thinks likeliest at each place, in runs that ask for it."""
@@ -119,7 +119,7 @@ class GroupPolicy(StrEnum):
 
 
 class StalePolicy(StrEnum):
-    """What happens to a task whose rows became older than `max_staleness`."""
+    """Treatment of a task whose rows became older than `max_staleness`."""
 
     REISSUE = "reissue"
     DROP = "drop"
@@ -127,7 +127,7 @@ class StalePolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """What a run asks of the queue. Opening the same run twice with equal specs is opening it once."""
+    """The declaration of a run. Opening the same run twice with equal specs is opening it once."""
 
     run: str
     group_size: int
@@ -168,7 +168,7 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Where a run stands in the queue."""
+    """The progress of a run in the queue."""
 
     spec: RunSpec
     epoch: int
@@ -184,7 +184,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """Where every admitted row of a run is. `admitted = trained + filtered + stale + dead_lettered + resident`."""
+    """Counts of a run's rows by state. `admitted = trained + filtered + stale + dead_lettered + resident`."""
 
     run: str
     admitted: int

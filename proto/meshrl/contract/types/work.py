@@ -1,4 +1,4 @@
-"""What services beside the queue are asked and answer: engines and how they take weights, judges, the trainer."""
+"""Requests and answers of the services beside the queue: engines and their weights, judges, the trainer."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class GenerateRequest:
     media: tuple[Media, ...] = ()
     """Its pictures, in the order of their places in `prompt_ids`."""
     media_starts: tuple[int, ...] = ()
-    """Where the last of them begin, those that were observed between turns; the others stand in the first places for
-    pictures that `prompt_ids` have."""
+    """Positions in `prompt_ids` of the last pictures, which were observed between turns; the others take the first
+    places for pictures there."""
     continued: int = 0
     """How many of the last `prompt_ids` belong to the response itself, sampled before: draws and stop strings
     continue from there. `sampling.max_tokens` counts what may still come, and may be 0 here: a response that has
@@ -60,7 +60,7 @@ class GenerateDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """What a scheduler must know of an engine."""
+    """An engine's version, load and speed, for a scheduler."""
 
     version: Version
     running: int
@@ -72,11 +72,11 @@ class EngineStats:
     update_pause_s: float
     """How long the last weight update held generation up."""
     staging: str = ""
-    """Where the last version waited for its commit: device or host; empty: not known."""
+    """Memory in which the last version waited for its commit: device or host; empty: unknown."""
 
 
 class OnUpdate(StrEnum):
-    """What a running generation does when new weights arrive."""
+    """Treatment of running generations when new weights arrive."""
 
     DRAIN = "drain"
     """Finish running requests under the old weights, start none, then update."""
@@ -88,7 +88,7 @@ class OnUpdate(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Where one tensor lies in the layout of a version."""
+    """The place of one tensor in the layout of a version."""
 
     name: str
     """Hugging Face parameter name."""
@@ -114,7 +114,7 @@ class WeightManifest:
     tensor_hashes: tuple[int, ...] = ()
     """xxh3-64 of each tensor, to say which one is wrong; empty where nobody made them."""
     adapter: Adapter | None = None
-    """What is sent is a LoRA adapter, to be merged before an engine sees it; None: whole weights."""
+    """The LoRA adapter in the buckets, to be merged before an engine sees it; None: they hold whole weights."""
 
     @property
     def total_bytes(self) -> int:
@@ -142,12 +142,12 @@ class Adapter:
     targets: tuple[str, ...]
     """Modules of the model that have an A and a B."""
     merged: WeightManifest
-    """What comes out, hashes included."""
+    """The manifest of the merged weights, hashes included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What a judge sees of a row."""
+    """A row as its judge sees it."""
 
     uid: Uid
     data_source: str
@@ -160,7 +160,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PostedReward:
-    """What whoever made a row says it is worth; it stands in for the judge's score."""
+    """The reward that the maker of a row sends with it; it replaces the judge's score."""
 
     score: float
     components: Mapping[str, float] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class PostedReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a judge says of a sample. `score` counts only when `outcome.trainable`."""
+    """A judge's answer for a sample. `score` counts only when `outcome.trainable`."""
 
     uid: Uid
     outcome: Outcome
@@ -183,13 +183,13 @@ class Score:
     token_rewards: tuple[float, ...] | None = None
     """One per response token, in order, where the judge gives them: the reward then; `score` is what reports show."""
     texts: Mapping[str, str] = field(default_factory=dict)
-    """What the judge says in words, by name: kept with the row for people, and no metric."""
+    """The judge's texts by name, kept with the row for people; not metrics."""
     lasting: bool = False
-    """Of a fault: another try would meet the same, as far as the judge can tell."""
+    """True for a fault that another try would meet again, as far as the judge can tell."""
 
 
 class TrainerPhase(StrEnum):
-    """What a trainer does now."""
+    """The current activity of a trainer."""
 
     STARTING = "starting"
     WAITING = "waiting"
@@ -233,4 +233,4 @@ class TrainerStatus:
     eta_s: float | None = None
     """Seconds to the last planned step; None while unknown."""
     waiting_for: str = ""
-    """What it waits for, in words; empty when it waits for nothing."""
+    """The reason of the current wait, in words; empty if there is none."""
