@@ -39,14 +39,14 @@ Staleness = Annotated[NonNegativeInt | Literal["inf"], BeforeValidator(_spell_in
 
 
 class QueueConfig(Config):
-    """Where rows are stored, and what bounds them."""
+    """The store of rows, and its bounds."""
 
     store: str = "disk"
     """A module of `meshrl.transferqueue.stores` (disk, memory, redis), or a dotted path."""
     path: Path | None = None
     """Folder of the disk store; none means `<run.dir>/queue`."""
     durability: Durability = "always"
-    """What a power cut may lose: `always` (fsync) nothing that was acknowledged, `none` everything. kill -9 of the
+    """Loss in a power cut: `always` (fsync) loses no acknowledged data, `none` may lose everything. kill -9 of the
     queue loses nothing with either one (except in the memory store)."""
     reserve_bytes: NonNegativeInt = 64 << 20
     """Free disk space (redis: part of maxmemory) that new rows may not use, so that rows can still leave."""
@@ -78,7 +78,7 @@ class QueueConfig(Config):
     group_k: NonNegativeInt = 0
     """For k_of_n: how many finished rows make a group complete."""
     stale_policy: StalePolicy = StalePolicy.REISSUE
-    """What happens to a prompt whose rows grew too old: reissue | drop. `drop` also waits for none that would be."""
+    """Treatment of a prompt whose rows grew too old: reissue | drop. `drop` also lets no batch wait for slow rows."""
     resident_batches: PositiveInt = 4
     """Admission bound in batches if `max_staleness` is inf."""
     resident_bytes: PositiveInt = 4 << 30

@@ -32,7 +32,7 @@ TASKS_CACHED, TASK_BYTES_CACHED = 4096, 256 << 20
 
 
 Stored: TypeAlias = Mapping[bytes, tuple[bytes | None, bool]]
-"""What was read, by key; True: it has been in RAM since it was compared with its checksum."""
+"""Values by key, each with True if it has been in RAM since it was compared with its checksum."""
 
 
 class PayloadReader:
@@ -147,9 +147,9 @@ class PayloadReader:
         return blocks, damaged
 
     async def damaged(self, frames: Sequence[InBatch]) -> dict[int, Damage]:
-        """What is damaged in the frames of a batch, by the numbers of its groups; all of them are read.
+        """The damage in the frames of a batch, by group number; all frames are read.
 
-        What is found first in a group counts.
+        The first damage in a group counts.
         """
         found: dict[int, Damage] = {}
         left = list(frames)
@@ -200,7 +200,7 @@ class PayloadReader:
 
 
 def _fault(key: bytes, stored: Stored, checksum: int) -> str:
-    """What is wrong with a frame that the store returns; empty if nothing is."""
+    """The fault in a frame that the store returns; empty if there is none."""
     value, checked = stored[key]
     if value is None:
         return f"frame {key.hex()}: the store has lost it"

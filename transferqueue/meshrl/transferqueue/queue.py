@@ -89,7 +89,7 @@ WITH_PROMPT = 1000
 
 
 class QueueOptions(TypedDict, total=False):
-    """What a queue may be opened with."""
+    """Options for opening a queue."""
 
     samplers: Collection[str]
     """Dotted paths that a run may name besides the known samplers."""
@@ -700,7 +700,7 @@ class TransferQueue(HeartbeatQueue):
         await self._commit_log.flush()
 
     def _lost(self, run: Run, rows: RowBlock) -> str:
-        """What to say of `rows` whose payload the store lacks; empty if they have left."""
+        """The message about `rows` whose payload the store lacks; empty if they have left."""
         try:
             self._run(run.name).resident(rows)
         except NotFoundError:

@@ -18,7 +18,7 @@ Key: TypeAlias = tuple[float, ...]
 
 
 class CompleteGroup(NamedTuple):
-    """What a sampler knows about a group."""
+    """A complete group as samplers see it."""
 
     number: int
     """The order of admission: the first group has the lowest number."""

@@ -138,7 +138,7 @@ class SpaceCheck:
         self._store = store
         self._clock = clock
         self._refused: dict[tuple[str, str], tuple[float, int]] = {}
-        """By run and caller: since when, and how many bytes."""
+        """Refused calls by run and caller: time of the first one, and bytes of the last one."""
 
     def check(self, run: str, who: str, nbytes: int) -> None:
         """Refuse `nbytes` that would leave no space for the records of leaving rows. Raises CapacityError."""
@@ -170,7 +170,7 @@ class SpaceCheck:
 
 
 CACHE_BYTES: Final = 512 << 20
-"""Of frames that stay in RAM, unless said otherwise."""
+"""Most bytes of frames that stay in RAM, unless set otherwise."""
 
 
 class RecentFrames:
@@ -203,7 +203,7 @@ class RecentFrames:
                 self._nbytes += len(value)
 
     def forget(self) -> None:
-        """What is stored is read again, as after a commit that failed."""
+        """Drop all frames, as after a commit that failed: they are read from the store again."""
         self._frames.clear()
         self._nbytes = 0
 
@@ -282,7 +282,7 @@ class _Commit:
 
     def __init__(self) -> None:
         self.changes: dict[tuple[Table, bytes], Record | bytes | None] = {}
-        """By table and key: an object whose record is stored, a value, or None for a deletion."""
+        """Changes by table and key: an object whose record is stored, a value, or None for a deletion."""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Nobody waits for the commit of an expired lease: its exception must not be reported as unretrieved.
         self.done.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -1,4 +1,4 @@
-"""What an operator sees of a run: which calls wait, for what, and who has it; its size; and its removal.
+"""An operator's view of a run: which calls wait, for what, and who has it; its size; and its removal.
 
 `why_waiting` visits many groups, so no hot path calls it. A run is removed in one commit, or not at all.
 """
@@ -126,7 +126,7 @@ def take_due(run: Run, count: int, step: int) -> tuple[int, int]:
 
 
 def take_reason(run: Run, count: int, step: int) -> str:
-    """What a take waits for, with the numbers."""
+    """The reason why a take waits, with the numbers."""
     open_groups = len(run.groups) - run.in_batches
     reason = f"{counted(count, 'complete group')} for step {step}: {len(run.complete)} ready, of {open_groups} open"
     if (due := take_due(run, count, step)[1]) > 0:

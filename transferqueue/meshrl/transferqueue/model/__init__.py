@@ -1,1 +1,1 @@
-"""What the queue knows of its runs: groups, rows by state, the ledger. Transitions are synchronous."""
+"""The queue's state of its runs: groups, rows by state, the ledger. Transitions are synchronous."""

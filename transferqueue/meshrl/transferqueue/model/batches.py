@@ -582,7 +582,7 @@ def suspects(groups: Sequence[Group], count: int) -> list[Group]:
 
 
 def _manifest(group: Group) -> tuple[RowBlock, Json]:
-    """What a batch says of the group, and the same as it is stored."""
+    """The group's block in a batch, and its stored form."""
     indices = bits(group.present)
     attempts = tuple([group.attempts[index] for index in indices])
     facts = group.facts_of(group.present)

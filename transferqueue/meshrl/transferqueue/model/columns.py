@@ -221,7 +221,7 @@ class NeededFrame(NamedTuple):
     checksum: int
     """The checksum that the frame must have: it detects a store that returns the frame of another row."""
     nbytes: int
-    """Of the whole frame."""
+    """Size of the whole frame."""
 
 
 class Unread(NamedTuple):
@@ -233,9 +233,9 @@ class Unread(NamedTuple):
     progress: tuple[NeededFrame, ...] = ()
     """The progress that was appended for the rows, in order."""
     deliveries: tuple[int, ...] = ()
-    """Of leased rows."""
+    """Delivery count of each row, if they are leased."""
     task_bytes: int = 0
-    """Of the task, where it is needed too."""
+    """Size of the task's payload, if it is needed too."""
 
     @property
     def nbytes(self) -> int:
@@ -252,7 +252,7 @@ def wanted(
     *,
     with_task: bool,
 ) -> Unread:
-    """Where the columns `names`, which `stages` write, lie for resident `rows`, whose set is `mask`.
+    """Locate the columns `names`, which `stages` write, of resident `rows`, whose set is `mask`.
 
     Raises:
         NotFoundError: with `uid`; a stage has not written a row yet.
@@ -275,7 +275,7 @@ def stored_frames(
     *,
     progress_of: int = -1,
 ) -> tuple[tuple[NeededFrame, ...], tuple[NeededFrame, ...]]:
-    """Where the columns of `stages` (numbers), and the progress of stage `progress_of`, lie for the rows."""
+    """Locate the columns of `stages` (numbers), and the progress of stage `progress_of`, for the rows."""
     frames: list[NeededFrame] = []
     progress: list[NeededFrame] = []
     for frame in group.frames:

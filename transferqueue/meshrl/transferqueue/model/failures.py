@@ -30,9 +30,9 @@ class LastFailure:
     count: int
     first: float
     last: float
-    """Of the run's clock."""
+    """Times of the first and the last failure, on the run's clock."""
     uid: Uid
-    """Of the last one."""
+    """The row that failed last."""
     reason: str
 
 
@@ -56,7 +56,7 @@ class LastingFaults:
         self.dead = 0
         """Rows that died so since a batch was taken."""
         self._alike: dict[tuple[str, str], tuple[int, int]] = {}
-        """By stage and kind of reason: rows that died in a row, and how many the stage had finished by then."""
+        """Successive deaths, and rows that the stage had finished by then, by stage and kind of reason."""
 
     def met(self, stage: str, before: LastingFault | None, reason: str) -> LastingFault:
         """The fault of a row of which the last try had met `before`."""

@@ -35,7 +35,7 @@ class _Sharer:
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """What the leases of one worker show about it."""
+    """One worker's state, as far as its leases show it."""
 
     name: str = ""
     rows: int = 0
@@ -55,7 +55,7 @@ class Holder:
     look_at: float = math.inf
     """When time alone may change whether it counts."""
     changed: dict[Holder, None] = field(default_factory=dict, repr=False)
-    """Where it enters itself when it changes."""
+    """The set of changed holders, shared by all; a holder adds itself to it."""
 
     def hold(self, change: int) -> None:
         """It holds so many rows more."""
@@ -88,7 +88,7 @@ class FairShare:
         self._holders: dict[str, Holder] = {}
         self._changed: dict[Holder, None] = {}
         self._looks: list[tuple[float, int, Holder]] = []
-        """By time: a worker that may count no longer by then."""
+        """Heap of the times after which a worker may count no longer."""
         self._number = itertools.count()
         self._division = Division()
 
@@ -159,7 +159,7 @@ class Division:
 
     def __init__(self) -> None:
         self.count = self.slots = self.rows = 0
-        """Of all workers."""
+        """Totals over all workers."""
         self.moves = 0
         """Workers that the level has passed."""
         self._full_slots = 0
@@ -188,7 +188,7 @@ class Division:
         part.gone = True
 
     def share(self, part: _Sharer, rows: int) -> int:
-        """What `part` gets of `rows`, which are fewer than all slots; rounded up."""
+        """The share of `part` in `rows`, which are fewer than all slots; rounded up."""
         while (top := _top(self._full)) and self._open_pace * top.slots > self._left(
             rows
         ) * top.pace:

@@ -173,7 +173,7 @@ class Group:
     lost_by: dict[int, str] = field(default_factory=dict)
     """Per index: the worker whose lease on the row expired last."""
     lasting: dict[tuple[int, int], LastingFault] = field(default_factory=dict)
-    """By stage and index: what the last try of the row met. Not stored."""
+    """The fault in the row's last try, by stage and index. Not stored."""
     suffix: bytes = field(init=False)
     """The part of every key that names the group."""
     key: bytes = field(init=False)

@@ -103,7 +103,7 @@ class FeederVerbs(ResidentRows):
         return max(0, math.floor(limit) - self.unconsumed)
 
     def waits_for(self) -> str:
-        """What admission waits for, with the numbers."""
+        """The reason why admission waits, with the numbers."""
         spec = self.spec
         return (
             f"room: {self.unconsumed} of {self.admission_groups:g} groups are admitted and not consumed"

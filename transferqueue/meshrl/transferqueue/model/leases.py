@@ -409,7 +409,7 @@ def leasable(runs: Mapping[str, L], names: Sequence[str], stage: str) -> list[tu
 def signals(
     candidates: Sequence[tuple[WorkerVerbs, Stage]], worker: str, at_least: int
 ) -> list[Signal]:
-    """What wakes a lease of `worker` that waits for `at_least` rows of one of `candidates`."""
+    """The signals that wake a lease of `worker` waiting for `at_least` rows of one of `candidates`."""
     if at_least > 1:
         return [
             s

@@ -407,9 +407,9 @@ class DeadLetters:
     def __init__(self) -> None:
         self.by_uid: dict[Uid, DeadRow] = {}
         self.by_group: dict[int, list[DeadRow]] = {}
-        """By number of the group: while there are any, the task's payload stays stored."""
+        """Dead rows by group number: while a group has any, its task's payload stays stored."""
         self.nbytes = 0
-        """Of their reasons, and of their tasks, each once."""
+        """Bytes of their reasons, and of their tasks, each counted once."""
 
     def add(self, row: DeadRow) -> None:
         """A row died."""

@@ -78,9 +78,9 @@ class Stages:
                 number, spec.name, spec.reads, spec.writes, after, first=not spec.reads
             )
         self.ordered = tuple(self._by_name.values())
-        """By stage number."""
+        """The stages by number."""
         self.writes = tuple(stage.writes for stage in self.ordered)
-        """By stage number: the columns that it writes."""
+        """The columns that each stage writes, by stage number."""
         if not any(stage.first for stage in self.ordered):
             raise UserError("a run needs a stage that reads nothing: the one that samples")
 
@@ -134,7 +134,7 @@ class Stages:
 
 
 class ResidentRows:
-    """What a run keeps in RAM, the sets in which its rows wait, and the moves that several verbs share."""
+    """A run's state in RAM, the sets of its waiting rows, and the transitions that several verbs share."""
 
     def __init__(
         self,
@@ -184,9 +184,9 @@ class ResidentRows:
         """Rows whose lease expired since the queue opened, by stage; 0 for any other name."""
 
         self.rows_signals: Final = tuple(Signal() for _ in self.stages.ordered)
-        """By stage number: something changed that a lease of several rows may wait for."""
+        """One per stage: something changed that a lease of several rows may wait for."""
         self.turns: Final = tuple(Turns(partial(getattr, ready, "count")) for ready in self._ready)
-        """By stage number: who wants any row looks in turn."""
+        """One per stage: the order in which waiting leases of any row look for one."""
         self.gate_signal: Final = Signal()
         """The versions, the epoch or the end of the feed changed: who may lease at all."""
         self.complete_signal: Final = Signal()
@@ -217,7 +217,7 @@ class ResidentRows:
         self.lasting_faults: Final = LastingFaults()
         self._failures: dict[str, LastFailure] = {}
         self.failures: Final[Mapping[str, LastFailure]] = self._failures
-        """By stage, since the queue opened."""
+        """The last failure of each stage since the queue opened."""
         self.ready_to_taken: Final = Durations()
         """Per row since the queue opened: from the last column of its group to the batch that takes it."""
 
@@ -247,7 +247,7 @@ class ResidentRows:
         raise NotFoundError(f"no rows of task {rows.task} in run {self.name}", task=rows.task)
 
     def state_of(self, group: Group, index: int) -> State:
-        """Where one row is, for messages; `_counts` counts all rows of a group at once."""
+        """The state of one row, for messages; `_counts` counts all rows of a group at once."""
         if group.batch is not None:
             return State.SETTLED if group.batch.settled else State.TAKEN
         if group.finished >> index & 1:

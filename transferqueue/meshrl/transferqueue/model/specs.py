@@ -14,7 +14,7 @@ RUN_BYTES = 200
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """What one run may ask of a queue: whoever opens a run sends its bounds, and these bound them."""
+    """Upper limits for one run: the client that opens it sends its bounds, and these limit them."""
 
     runs: int = 1000
     """In all; whoever opens runs may open three quarters of them, the operator all."""

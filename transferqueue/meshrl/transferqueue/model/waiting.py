@@ -1,4 +1,4 @@
-"""What waits: rows to be leased, groups to be taken, leases to expire.
+"""Rows that wait to be leased, groups that wait to be taken, and leases that wait to expire.
 
 No scans and no polling: rows and groups are kept in order as they come and go, and one timer serves all leases.
 """
@@ -32,11 +32,11 @@ class ReadyRows:
         """(-priority, group number): one entry per group of `_queued`; one without rows is dropped at the top."""
         self._queued: set[int] = set()
         self._rows: dict[int, tuple[Group, int]] = {}
-        """By group number: the group and the mask of its rows that are ready."""
+        """The group and the mask of its ready rows, by group number."""
         self.count = 0
-        """Of the rows."""
+        """Number of ready rows."""
         self._claims: dict[int, tuple[str, float]] = {}
-        """By group number: the worker that has siblings of its rows, and until when the rest is kept for it."""
+        """The worker that has siblings of the rows, and until when the rest is reserved for it, by group number."""
 
     def set(self, group: Group, mask: int) -> bool:
         """Exactly the rows in `mask` of this group are ready; returns True if some were not before. O(log groups)."""
@@ -98,7 +98,7 @@ class CompleteGroups:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._taken_before = OrderedNumbers()
-        """By position."""
+        """Group numbers in the order of all takes."""
         self._count = 0
         self.sampled_from: Final[Counter[int]] = Counter()
         """The groups by the step from which they were sampled."""
@@ -197,7 +197,7 @@ TICK_S = 0.25
 FINEST_TICK_S = 0.01
 """The shortest time between two ticks: deadlines are no more exact than this."""
 SWEPT_GRANTS = 256
-"""With at most so many grants in the heap, those that have ended are not swept out."""
+"""Grants in the heap, up to which those that have ended are not swept out."""
 RETURN_S = 2.0
 """A worker whose connection broke must renew within this time. One that lives does at once, one that died never."""
 
@@ -218,7 +218,7 @@ class Expiry:
         self._expired = expired
         self._heap: list[tuple[float, int, Grant]] = []
         self._by_worker: defaultdict[str, list[Grant]] = defaultdict(list)
-        """What `watch` was given since the last sweep, and what was kept there."""
+        """Grants that `watch` was given since the last sweep or that the sweep kept, by worker."""
         self._watched = 0
         """The entries of `_by_worker`."""
         self._sweep_at = SWEPT_GRANTS
