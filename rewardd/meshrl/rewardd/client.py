@@ -61,7 +61,7 @@ class _Methods:
     """
 
     _kind: Any
-    """Of httpx."""
+    """The class of the httpx client."""
 
     def __init__(
         self,

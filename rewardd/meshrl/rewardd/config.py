@@ -22,7 +22,7 @@ class RegistryConfig(Config):
     dir: Path | None = None
     """Folder of versions and names; null is `<run.dir>/rewards`."""
     http_port: int | None = Field(default=0, ge=0, le=65535)
-    """Of the HTTP server, on the service's own host; 0 picks a free one, null starts no HTTP server."""
+    """Port of the HTTP server, on the service's own host; 0 picks a free one, null starts no HTTP server."""
     tokens: Path | None = None
     """A YAML file of tokens (`meshrl reward token` writes its lines). They count beside the credentials
     of the run, and alone beyond loopback, where mutual TLS is the other choice."""

@@ -1,4 +1,4 @@
-"""What scores of several answers to each task say: means, pass@k, majority@k, each with a 95 % interval.
+"""Estimates from scores of several answers to each task: means, pass@k, majority@k, with 95 % intervals.
 
 Intervals are bootstrapped over tasks (percentiles of 2,000 seeded draws), because answers to one task are not
 independent of each other. Tasks with fewer than k scored answers count in no figure at k.
@@ -39,11 +39,11 @@ class ScoredAnswer:
     score: float
     right: bool
     final: str
-    """What it comes down to: see `final_answer`."""
+    """The final answer in it; see `final_answer`."""
 
 
 def final_answer(text: str) -> str:
-    r"""What majority voting compares: the last `\boxed{}`, else what follows the last `####`, else the last number.
+    r"""Answer for majority voting: the last `\boxed{}`, else the text after the last `####`, else the last number.
 
     Else the whole text without the space around it.
     """

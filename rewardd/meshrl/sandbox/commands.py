@@ -25,7 +25,7 @@ STAND_INS = ("python", "python3", "torchrun", "ray", "uv", "accelerate", "deepsp
 KEPT = frozenset({"PATH", "BASH_ENV", "ENV", "SHELLOPTS", "BASHOPTS", "TMPDIR", "IFS"})
 """Variables of the sandbox's own."""
 MAX_BYTES = 1 << 20
-"""Of the arguments of all commands together."""
+"""Most bytes of the arguments of all commands together."""
 
 STAND_IN = """#!/bin/bash
 case $1 in -c | -) exec {python} -I "$@" ;; esac

@@ -32,7 +32,7 @@ from meshrl.sandbox.sandbox import bubblewrap, no_bubblewrap
 REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:==(\S+))?")
 BUILD_S = 300.0
 MAX_BYTES = 2 << 30
-"""Of an environment, unpacked."""
+"""Largest size of an unpacked environment."""
 TMP_BYTES = 1 << 30
 
 

@@ -210,7 +210,7 @@ class Interpreters:
             self._pass_on(name, episode)
 
     def _pass_on(self, name: str, episode: Episode) -> None:
-        """What the run printed; the policy's code may have written it into the pipe itself, to be read by itself."""
+        """Pass the run's output on; code that forges it in the pipe deceives only the policy that wrote the code."""
         try:
             output = json.loads(episode.reply)
         except ValueError:
@@ -240,7 +240,7 @@ class Interpreters:
 
 
 class BoundedOutput(io.TextIOBase):
-    """What a run prints: its beginning and its end."""
+    """The output of a run: its beginning and its end."""
 
     def __init__(self) -> None:
         self._head = self._tail = ""
@@ -289,7 +289,7 @@ def interpret(fd: int) -> NoReturn:
 
 
 def run(code: str, module: ModuleType) -> str:
-    """What `code` prints, the value of an expression at its end, and the exception that ended it."""
+    """Run `code` and return its output, the value of an expression at its end, and the exception that ended it."""
     output = BoundedOutput()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:

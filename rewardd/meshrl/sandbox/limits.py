@@ -97,7 +97,7 @@ class NoCgroupError(Exception):
 
 
 class Cgroup:
-    """Of one sandbox."""
+    """The cgroup of one sandbox."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -155,7 +155,7 @@ class Cgroups:
 
 
 def settings(limits: Limits, shares: int = SHARES) -> dict[str, str]:
-    """What is written to the files of a sandbox's cgroup."""
+    """Values for the files of a sandbox's cgroup, by file name."""
     found = {}
     if limits.processes is not None:
         found["pids.max"] = str(limits.processes + HELPERS)
@@ -167,7 +167,7 @@ def settings(limits: Limits, shares: int = SHARES) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def cgroups() -> Cgroups | None:
-    """Of this process; None where it cannot make any: one line of the log says why."""
+    """The cgroups that this process makes; None if it cannot make any: one line of the log says why."""
     try:
         return Cgroups(delegated())
     except (NoCgroupError, OSError) as error:

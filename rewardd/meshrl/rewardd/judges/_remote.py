@@ -78,7 +78,7 @@ class RemoteJudgeConfig(Config):
     """Deadline, retries, circuit breaker."""
 
     def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
-        """What is wrong with the address, or missing here: the option, and one sentence."""
+        """Faults of the address, and missing settings on this machine: the option, and one sentence."""
         if not self.url.startswith(("http://", "https://")):
             yield "url", f"{self.url!r} does not start with http:// or https://"
         if self.token_env is not None and self.token_env not in os.environ:

@@ -35,7 +35,7 @@ class GrpcJudge:
 
     @property
     def reward_hash(self) -> str:
-        """Of the remote judge, read at start."""
+        """The remote judge's hash, read at start."""
         return self._judge.reward_hash
 
     async def start(self) -> None:

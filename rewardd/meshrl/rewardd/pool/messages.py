@@ -40,7 +40,7 @@ class DroppedKeys:
 
 
 def printable(text: str) -> str:
-    """What a function says, cut, as text that every log and every column can hold."""
+    """A function's text, cut, and without characters that a log or a column cannot hold."""
     text = text[:MAX_REASON]
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text

@@ -87,7 +87,7 @@ class _Slot:
         self.mean_s = TARGET_S
         """Seconds per sample, moving average."""
         self.crashes = 0
-        """Of the slot's own task, since its process answered last."""
+        """Crashes on the slot's own task since its process answered last."""
 
 
 class PoolJudge:
@@ -128,7 +128,7 @@ class PoolJudge:
 
     @property
     def pids(self) -> list[int]:
-        """Of the current scoring processes."""
+        """Process ids of the current scoring processes."""
         return [slot.worker.pid for slot in self._slots]
 
     async def start(self) -> None:

@@ -81,7 +81,7 @@ class MathReward:
 
     @staticmethod
     def remove_boxed(s: str) -> str:
-        """What stands in the box; AssertionError for anything else."""
+        """The text in the box; AssertionError for anything else."""
         if "\\boxed " in s:
             assert s.startswith("\\boxed ")
             return s.removeprefix("\\boxed ")

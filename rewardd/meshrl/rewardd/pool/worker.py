@@ -209,7 +209,7 @@ class ScoringWorker:
 
     @property
     def pid(self) -> int:
-        """Of the running process."""
+        """Process id of the running process."""
         assert self._process is not None
         return self._process.pid
 

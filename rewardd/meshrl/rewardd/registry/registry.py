@@ -184,7 +184,7 @@ class Registry:
         return self.manifest(target), self.content(target), self._store.cases(target)
 
     def manifest(self, version: str) -> Manifest:
-        """Of a version. Raises NotFoundError."""
+        """The manifest of a version. Raises NotFoundError."""
         return self._store.manifest(version)
 
     def content(self, version: str) -> bytes:

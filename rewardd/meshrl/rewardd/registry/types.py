@@ -92,7 +92,7 @@ class Manifest:
 
 
 class Action(StrEnum):
-    """What happened to a name."""
+    """The kind of event in a name's history."""
 
     SUBMIT = "submit"
     """A version was accepted."""
@@ -103,7 +103,7 @@ class Action(StrEnum):
 
 
 MOVES = 1000
-"""Of a name from one version to another, which its history has: two versions may be submitted in turns for ever."""
+"""Most POINT events that a name's history keeps: two versions may be submitted in turns for ever."""
 WATCHED = "watch"
 """An action of earlier versions, which says nothing any more."""
 

@@ -262,7 +262,7 @@ def last_boxed(text: str, commands: tuple[str, ...] = ("\\boxed",)) -> str | Non
 
 
 def blocks(text: str, opening: str, closing: str) -> Iterator[str]:
-    """What stands between each `opening` and the next `closing`, from left to right.
+    """The texts between each `opening` and the next `closing`, from left to right.
 
     As `re.findall` of `opening(.*?)closing`, which looks to the end of the text again for each mark that nothing
     closes: a policy that only ever opens would take it the square of its length.

@@ -36,7 +36,7 @@ class Reader:
     """Reads one text."""
 
     def __init__(self, text: str, *, grouped: bool) -> None:
-        """With `grouped`, `1,234` outside of brackets is one number; else two.
+        """Split the text; if `grouped`, `1,234` outside of brackets is one number, else two.
 
         Raises:
             UnreadableError: a character that no formula has.

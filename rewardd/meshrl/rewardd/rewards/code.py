@@ -42,7 +42,7 @@ from meshrl.rewardd.rewards._answers import said, same
 from meshrl.sandbox import confinement
 
 SHARE_OF_DEADLINE = 0.8
-"""Of the sample's deadline, for all its tests: a program that loops in each is a bad answer, which has a score."""
+"""Share of the sample's deadline for all its tests: a program that loops in each is a bad answer with a score."""
 NEEDS_SANDBOX = "strict"
 """The `reward.recipe_sandbox` without which it refuses to run; `config check` reads it."""
 FENCE = re.compile(r"[ \t]*(?:[-*+][ \t]+|\d+[.)][ \t]+)?(`{3,}|~{3,})[ \t]*([^`\n]*)")
@@ -130,7 +130,7 @@ def program_of(response: str) -> str:
 
 
 def _blocks(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """What stands behind each opening fence, and the lines up to its closing one, or to the end.
+    """The info string of each opening fence, and the lines up to its closing one, or to the end.
 
     A fence closes a block that as many of its character, or fewer, have opened, with nothing behind it and no deeper
     within a list. The first one that leaves a complete program of Python ends a block of it, as others may stand in a

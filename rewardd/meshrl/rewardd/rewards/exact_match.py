@@ -15,7 +15,7 @@ from meshrl.rewardd.rewards._answers import wanted
 
 
 class Config(config.Config):
-    """Where the answer is in the response, and how exactly it must match."""
+    """Place of the answer in the response, and the exactness of the match."""
 
     after: str | None = None
     """The answer is the text after the last occurrence of this; without one the score is 0."""

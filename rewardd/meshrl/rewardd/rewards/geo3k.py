@@ -9,7 +9,7 @@ from meshrl.rewardd.rewards._answers import Conventions, last_boxed, said, wante
 
 REQUIRES = ("sympy", "mpmath")
 FORM = ("</think>", "\\boxed{", "}")
-"""What follows `<think>`, in this order, with anything between."""
+"""Marks after `<think>`, in this order, with any text between them."""
 
 
 class Config(config.Config):

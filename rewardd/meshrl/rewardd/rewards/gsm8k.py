@@ -57,7 +57,7 @@ SCALE = re.compile(rf"\s*({'|'.join(SCALES)})\b", re.IGNORECASE)
 
 
 class Config(config.Config):
-    """What counts as the answer, and its score."""
+    """Accepted forms of the answer, and its scores."""
 
     method: Literal["strict", "flexible"] = "strict"
     """`strict`: the last `#### number`; `flexible`: without one the last box, else the last number."""

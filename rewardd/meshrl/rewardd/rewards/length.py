@@ -18,7 +18,7 @@ from meshrl.contract.types import Json
 
 
 class Config(config.Config):
-    """Where the punishment begins and how steep it is."""
+    """Start and slope of the length penalty."""
 
     max_length: PositiveInt = 512
     """Usually `data.max_response_length`."""

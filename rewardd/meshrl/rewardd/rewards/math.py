@@ -25,7 +25,7 @@ MOST_FORMULAS = 8
 
 
 class Config(config.Config):
-    """Where the answer may stand."""
+    """Accepted places of the answer."""
 
     boxed_only: bool = False
     r"""True: an answer outside `\boxed{}` scores 0."""

@@ -193,8 +193,8 @@ ANNOUNCING = (
 
 
 MOST_CHARACTERS = 1000
-"""Of an answer that is read as mathematics, beside four for each one of the truth: rewriting nested fractions takes
-the square of a text's length."""
+"""Most characters of an answer that is read as mathematics, beside four for each one of the truth: rewriting nested
+fractions takes the square of a text's length."""
 
 
 class Config(config.Config):

@@ -31,7 +31,7 @@ EVALUATED = (
 
 
 class Config(config.Config):
-    """Where the answer stands."""
+    """Place of the answer in the response."""
 
     answer_tag: str | None = "answer"
     """In the last `<answer>…</answer>`; without one the response scores 0. None: the whole response is the answer."""

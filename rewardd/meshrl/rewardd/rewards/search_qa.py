@@ -39,7 +39,7 @@ class Config(config.Config):
     conventions: Conventions = "meshrl"
     """`verl`: verl's numbers, its mistakes included."""
     max_tags: int = 10
-    """With more opening or closing tags than this a match scores a quarter, against guessing by many answers."""
+    """Most opening or closing tags for a full score; beyond it a match scores a quarter, against guessing."""
 
 
 def compute_score(

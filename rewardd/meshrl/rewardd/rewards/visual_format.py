@@ -23,7 +23,7 @@ THOUGHTS = {
     "worldmodeling": ("reasoning", "prediction"),
     "grounding_worldmodeling": ("observation", "reasoning", "prediction"),
 }
-"""By form: the blocks in a thought, which hold more than white space."""
+"""Blocks that a thought must have, with more than white space in them, by form."""
 
 
 class Config(config.Config):
@@ -62,6 +62,6 @@ def is_formed(text: str, form: str) -> bool:
 
 
 def _inside(text: str, tag: str) -> str:
-    """What stands in the block, without white space around it."""
+    """The text in the block, without white space around it."""
     found = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     return found[1].strip() if found else ""
