@@ -33,10 +33,10 @@ class Browser:
         self._driver = driver
         self.open = driver.get
         self.run = driver.execute_script
-        """What the JavaScript returns."""
+        """Run JavaScript and return its result."""
 
     def until(self, script: str, *arguments: Any) -> Any:
-        """What the JavaScript returns once that is true."""
+        """Wait until the JavaScript returns something true, and return that."""
         from selenium.common.exceptions import TimeoutException
         from selenium.webdriver.support.wait import WebDriverWait
 
@@ -65,7 +65,7 @@ class Browser:
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def complaints(self) -> list[str]:
-        """What the page wrote to the console since the last call: errors and violations of its policy."""
+        """Console messages of the page since the last call: errors and violations of its policy."""
         logged = self._driver.get_log("browser")
         return [entry["message"] for entry in logged if entry["level"] == "SEVERE"]
 

@@ -1,4 +1,4 @@
-"""What all tests share: how hypothesis draws, what Ctrl-C does, and a world of one rank."""
+"""Shared settings of all tests: hypothesis profiles, Ctrl-C, and a world of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of a changing fleet share: a mesh whose engines echo at a given pace, and `meshrl fleet` about it."""
+"""A mesh whose engines echo at a given pace, and `meshrl fleet` about it, for tests of a changing fleet."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_fleet(directory: Path, *, workers: int, response_tokens: int = 16) -> M
 
 
 def fleet(mesh: Mesh, *arguments: str, code: int = 0) -> str:
-    """What `meshrl fleet` prints, without the line that says of which run; fails unless it exits with `code`."""
+    """Output of `meshrl fleet` without the line that names the run; fails unless it exits with `code`."""
     command = [sys.executable, "-m", "meshrl.cli", "fleet", "--run-dir"]
     done = subprocess.run(
         [*command, str(mesh.run_dir), *arguments],

@@ -39,7 +39,7 @@ MODULES = (
     "meshrl.cli.demo.command",
     "meshrl.http.rewards.app",
 )
-"""What the server imports beside what the preloaders do."""
+"""Modules that the server imports beside those of the preloaders."""
 READ_AT_IMPORT = (
     "CUDA",
     "GRPC",

@@ -1,4 +1,4 @@
-"""What `fixtures/frozen` holds of a queue, and what a successor of its trainer and workers finds in it.
+"""Contents of `fixtures/frozen` as a queue, and what a successor of its trainer and workers finds in it.
 
 `fixtures/frozen/README.md` says how each file was made.
 """
@@ -34,13 +34,13 @@ def unpacked(name: str, folder: Path) -> Path:
 
 
 def expected(run: str) -> Mapping[str, Any]:
-    """What `content` returned of a run when it was frozen."""
+    """The result of `content` for the run when it was frozen."""
     found: Mapping[str, Any] = json.loads((FROZEN / "rows.json").read_text())[run]
     return found
 
 
 async def content(queue: Queue, run: str, *, groups: int, leases: bool) -> Mapping[str, Any]:
-    """What the queue tells of a run, what a new trainer gets and, with `leases`, what new workers get."""
+    """The queue's report of a run, a new trainer's batches and, with `leases`, new workers' rows."""
     state = await queue.run_state(run)
     ledger = await queue.ledger(run)
     resident = {name: count for name, count in ledger.resident.items() if count}

@@ -46,7 +46,7 @@ def unix_sockets(pid: int | None = None) -> set[str]:
 
 
 def reachable_sockets(pid: int) -> set[tuple[str, int]]:
-    """Where the process `pid` and all that it started listen for other machines, as far as they still run."""
+    """Sockets reachable from other machines, of the process `pid` and its descendants, as far as they still run."""
     found: set[tuple[str, int]] = set()
     for each in {pid, *descendants(pid)}:
         with contextlib.suppress(OSError):

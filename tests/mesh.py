@@ -38,7 +38,7 @@ PATIENCE_S = 400
 
 
 def waiting(pid: int) -> str:
-    """What a process and those below it run, and in which call of the kernel each of their threads sleeps."""
+    """Commands of a process and its descendants, and the kernel call in which each of their threads sleeps."""
     here = Path("/proc", str(pid))
     try:
         command = (here / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -70,7 +70,7 @@ class Mesh:
 
     @property
     def output(self) -> str:
-        """What `up` printed so far."""
+        """Output of `up` so far."""
         return (self.directory / "up.log").read_text()
 
     def metrics(self) -> list[dict[str, Any]]:

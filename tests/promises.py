@@ -45,13 +45,13 @@ class Promise:
 
     @property
     def title(self) -> str:
-        """What it says, with links as the page in docs/reference/ has them."""
+        """The promise's text, with links as on the page in docs/reference/."""
         return self.says.replace("](docs/", "](../")
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What one command said of its promise."""
+    """One command's result for its promise."""
 
     promise: Promise
     command: str

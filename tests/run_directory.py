@@ -10,7 +10,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "run-directory.md"
 
 
 def bounds() -> Mapping[str, str]:
-    """What bounds each file or folder, by the path that the page gives it."""
+    """The bound of each file or folder, by its path on the page."""
     rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     return {
         path: bound.rstrip(" |")

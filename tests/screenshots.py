@@ -74,7 +74,7 @@ def take(page: Browser, url: str, folder: Path, everything: bool) -> None:
 
 
 def picture_terminal(path: Path) -> None:
-    """What `meshrl up` shows of a run at work, as an SVG that asks for no font from elsewhere."""
+    """Save the display of `meshrl up` for a run at work, as an SVG that asks for no font from elsewhere."""
     versions = [Version(1, 23), Version(1, 24)]
     made = MeshStatus(
         run="demo",

@@ -57,7 +57,7 @@ MODULES = {
         *(f"sglang.srt.models.{name}" for name in ("qwen3", "qwen3_moe", "qwen3_vl")),
     ),
 }
-"""What a server imports before it serves the models of the tests."""
+"""Modules that a server imports before it serves the models of the tests."""
 
 
 def venv(package: str) -> Path:

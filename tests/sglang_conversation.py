@@ -62,7 +62,7 @@ def shape(value: Any, name: str = "") -> Any:
 
 
 def differences(ours: Any, theirs: Any, where: str) -> list[str]:
-    """What the fake says otherwise than SGLang, or what SGLang does not say."""
+    """Values and keys of the fake that SGLang's answer has otherwise, or not at all."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         found = [f"{where}.{key}: SGLang has no such key" for key in ours if key not in theirs]
         both = [key for key in ours if key in theirs]

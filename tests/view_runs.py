@@ -258,7 +258,7 @@ def _tokens(words: list[str], mask: list[bool], draw: random.Random) -> dict[str
 
 
 def add_spans(directory: Path, step: int) -> None:
-    """What the services tell of a step of four seconds."""
+    """Write the spans of services for a step of four seconds."""
     folder = directory / "spans"
     folder.mkdir(exist_ok=True)
     run, base = directory.name, (1_800_000_000 + 4 * step) * 10**9

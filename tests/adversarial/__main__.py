@@ -20,7 +20,7 @@ from tests.adversarial.attacks import ATTACKS
 from tests.adversarial.campaign import faults, honest_faults, run_campaign, why_not
 
 Row = tuple[str, str, str]
-"""What was attacked, by what, and the fault: empty when it held, `skipped: …` where this machine cannot show it."""
+"""Target, attack and fault; the fault is empty if the target held, `skipped: …` if this machine cannot show it."""
 
 
 def functions(level: Isolation, folder: Path, only: str) -> Iterator[Row]:

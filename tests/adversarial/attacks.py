@@ -21,14 +21,14 @@ NEWER = sys.version_info >= (3, 12)
 class Attack:
     name: str
     body: str
-    """Of `compute_score` for the sample "bad", eight spaces of indentation are added; "good" ones score 1."""
+    """Body of `compute_score` for the sample "bad", indented by eight spaces; "good" samples score 1."""
     outcome: Outcome
     reason: str = ""
     """Occurs in the reason."""
     reason_from_3_12: str = ""
     """Instead of it, from Python 3.12 on."""
     score: float = 0.0
-    """Of the bad sample, where it is scored: the attack had no effect."""
+    """Score of the bad sample, if it gets one: the attack had no effect."""
     head: str = ""
     """Runs at import."""
     weak: bool = True
@@ -38,7 +38,7 @@ class Attack:
 
     @property
     def expected(self) -> str:
-        """Of the reason, by this Python."""
+        """Expected part of the reason under this Python."""
         return self.reason_from_3_12 if self.reason_from_3_12 and NEWER else self.reason
 
     @property

@@ -48,7 +48,7 @@ class Ended:
     left_over: int = 0
     """Processes of the sandboxes that still run."""
     harm: list[str] = field(default_factory=list)
-    """What happened to others."""
+    """Harm to other processes and files."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Victim:
     sockets: tuple[socket.socket, ...]
 
     def harm(self) -> list[str]:
-        """What was done to them since; mended for the next attack."""
+        """Harm done to them since the last call; repaired for the next attack."""
         found = []
         if self.process.poll() is not None:
             found.append(f"a foreign process was killed by signal {-self.process.returncode}")
@@ -256,7 +256,7 @@ def why_not(level: Isolation, folder: Path) -> str | None:
 
 
 def faults(attack: Attack, ended: Ended) -> list[str]:
-    """What went wrong for us; nothing when the attack ended as it must."""
+    """The product's failures under the attack; empty if the attack ended as it must."""
     found = list(ended.harm)
     if ended.left_over:
         found.append(f"{ended.left_over} processes were left")

@@ -56,7 +56,7 @@ async def run(only: str = "") -> dict[str, str]:
 
 
 async def _attacked(sandbox: PythonSandbox, uid: Uid, code: str) -> str:
-    """What a hostile run did to its caller; empty for an observation in time."""
+    """Harm that a hostile run did to its caller; empty for an observation in time."""
     began = time.monotonic()
     try:
         async with asyncio.timeout(LATE_S):

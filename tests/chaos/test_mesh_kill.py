@@ -36,7 +36,7 @@ async def balanced(mesh: Mesh, steps: int) -> None:
 
 
 async def kill(pid: int) -> None:
-    """With -9, and until its parent has noticed."""
+    """Send SIGKILL, and wait until the parent has reaped the process."""
     os.kill(pid, signal.SIGKILL)
     await until(lambda: not Path(f"/proc/{pid}").exists())
 
@@ -247,7 +247,7 @@ def fill(ballast: Path) -> None:
 
 
 async def until_said(mesh: Mesh, said: str) -> str:
-    """What `meshrl why-waiting` prints, once it says so."""
+    """Wait until `meshrl why-waiting` prints `said`, and return its output."""
     command = [sys.executable, "-m", "meshrl.cli", "why-waiting", "--json"]
     while True:
         status_process = await asyncio.create_subprocess_exec(

@@ -20,7 +20,7 @@ POINTS = [{"at": "join"}, {"at": "middle", "nth": 2}, {"at": "between", "nth": 3
 REPLICAS = ["one", "two", "three"]
 """Ranks 1 to 3 of one communicator."""
 IDLE = 3
-"""So many versions without a fault show that the replicas get each its own communicator."""
+"""Versions without a fault after which each replica must have a communicator of its own."""
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ class Worker:
         self.process.stdin.write(b"go\n")
 
     def responses(self) -> dict[str, tuple[int, int]]:
-        """By uid: tokens of the response when it began, and now."""
+        """Tokens of each response when it began, and now, by uid."""
         found = self._responses
         with self._log.open("rb") as log:
             log.seek(self._read)

@@ -1,4 +1,4 @@
-"""What a killed trainer leaves in shared memory, and who takes it away."""
+"""A killed trainer's files in shared memory, and who removes them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def held(process: Process) -> set[Path]:
 
 
 def versions(files: set[Path]) -> set[str]:
-    """Of the weights among them, by the end of their names."""
+    """Versions of the weight files among `files`, by the end of their names."""
     return {path.stem.rpartition("-")[2] for path in files if path.suffix == ".weights"}
 
 

@@ -369,7 +369,7 @@ def main() -> int:
 
 
 def _merged(kept: Path, outcomes: Iterable[Outcome], points: Sequence[Point]) -> list[Outcome]:
-    """What other parts have left in the file, and this one's, in the order of the points."""
+    """Outcomes of other parts, from the file, merged with this part's, in the order of the points."""
     found = [Outcome(**each) for each in json.loads(kept.read_text())] if kept.exists() else []
     merged = {(each.role, each.point, each.signal): each for each in (*found, *outcomes)}
     places = [(point.role, point.name) for point in points]

@@ -142,7 +142,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(slots=True)
 class Tried:
-    """What came out of one architecture: figures, or why not."""
+    """The result for one architecture: figures, or the reason why there are none."""
 
     name: str
     logprobs: str = ""
@@ -155,7 +155,7 @@ class Tried:
     served: str = ""
     """Greatest difference of the embedded engine's log-probs from the policy's, after a step."""
     note: str = ""
-    """Where it went no further, and why."""
+    """The point where it failed, and the reason."""
 
 
 def rows() -> list[Int32]:
@@ -254,7 +254,7 @@ def apart(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor])
 
 
 def spread(names: list[str]) -> dict[str, str]:
-    """By name: `gradients` of two ranks that share the experts."""
+    """`gradients` of two ranks that share the experts, by name."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as directory:
@@ -392,7 +392,7 @@ def replace_section(page: Path, heading: str, text: str) -> None:
 
 
 def parser_of(doc: str | None, known: Iterable[str]) -> argparse.ArgumentParser:
-    """What the commands of a table of models share: names of models, and the page that has the table."""
+    """The parser that the commands of a table of models share: names of models, and the page that has the table."""
     names = list(known)
 
     def one(name: str) -> str:

@@ -59,11 +59,11 @@ STEPS, GROUPS, GROUP_SIZE, BUDGET = 3, 4, 2, 48
 
 
 class Training(NamedTuple):
-    """What is trained in one way."""
+    """One way of training, and the models that it trains."""
 
     models: tuple[str, ...]
     options: Mapping[str, Any] = MappingProxyType({})
-    """Of `actor`."""
+    """Options of `actor`."""
     optimizer: str = "adamw"
 
 
@@ -78,7 +78,7 @@ TRAININGS = {
     ),
     "routers' bias": Training(("DeepseekV3",), {"moe_router_bias_update_rate": 0.01}),
 }
-"""By the name that the table has."""
+"""Trainings by their names in the table."""
 LAYOUTS: dict[int, tuple[dict[str, int], ...]] = {
     2: (
         {"data_shard": 2},
@@ -99,7 +99,7 @@ LAYOUTS: dict[int, tuple[dict[str, int], ...]] = {
         {"data_shard": 2, "tensor": 2, "expert": 4},
     ),
 }
-"""By number of ranks; all of `trainer.parallel`."""
+"""Layouts by number of ranks: all options of `trainer.parallel`."""
 
 HEADING = "## Several ranks and one"
 SECTION = (
@@ -134,7 +134,7 @@ experts, other MLPs and the vocabulary.
 Work: TypeAlias = tuple[str, str]
 """A training and a model."""
 Found: TypeAlias = dict[str, Any]
-"""What a run leaves: `loss` of the first step, `gradients` of it, `weights` as engines get them after the last."""
+"""Results of a run: `loss` of the first step, its `gradients`, and `weights` as engines get them after the last."""
 
 
 def rows() -> list[Trajectory]:
@@ -223,7 +223,7 @@ def train(checkpoint: Path, world: World, how: Training) -> Found:
 
 
 def differences(found: Found, wanted: Found) -> tuple[float, float, float]:
-    """Of the losses; of a gradient and of a weight, the greatest as a share of its norm."""
+    """Differences of the losses; of a gradient and of a weight, the greatest as a share of its norm."""
     losses = zip(found["losses"], wanted["losses"], strict=True)
     return max(abs(a - b) for a, b in losses), *(
         apart(found[kind], wanted[kind]) for kind in ("gradients", "weights")

@@ -13,7 +13,7 @@ Calls = list[tuple[str, dict[str, Any]]]
 
 
 class Run:
-    """What `init` gives."""
+    """The object that `init` returns."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls

@@ -30,7 +30,7 @@ class Config(BaseConfig):
     """`rollout.engine` for this engine."""
 
     tokens_per_s: PositiveFloat = 1000.0
-    """Of the engine, with all slots busy."""
+    """Speed of the engine with all slots busy."""
     alone_speedup: float = Field(1.0, ge=1.0)
     """A request that runs alone is so many times as fast as one among `rollout.slots`."""
     tokens_per_delta: PositiveInt = 16

@@ -130,7 +130,7 @@ class HashSink:
     def __init__(self) -> None:
         self.version: Version | None = None
         self.hashes: tuple[str, ...] = ()
-        """Of the bytes that it serves."""
+        """Hashes of the bytes that it serves."""
         self.commits: list[Version] = []
         self._staged: dict[Version, tuple[str, ...]] = {}
 
@@ -169,7 +169,7 @@ class LendingHashSink(HashSink):
     async def lend(
         self, manifest: WeightManifest, receiver: DeviceReceiver
     ) -> Sequence[LentBucket]:
-        """Of every version."""
+        """Lend memory for every version."""
         if [bucket.nbytes for bucket in self.lent] != [*manifest.bucket_bytes]:
             self.free()
             for nbytes in manifest.bucket_bytes:

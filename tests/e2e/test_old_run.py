@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def meshrl(folder: Path, *words: str) -> str:
-    """What a command prints; it must succeed."""
+    """Run a command, which must succeed, and return its output."""
     command = [sys.executable, "-m", "meshrl.cli", *words]
     done = subprocess.run(
         command,

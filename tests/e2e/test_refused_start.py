@@ -25,7 +25,7 @@ def files(mesh: Mesh) -> dict[str, bytes]:
 
 
 def errors(mesh: Mesh, *overrides: str) -> list[str]:
-    """What a start that is refused says."""
+    """Error lines of a start that is refused."""
     before = len(mesh.output)
     with mesh.up(*overrides) as process:
         mesh.wait(process, code=Exit.USER_ERROR)

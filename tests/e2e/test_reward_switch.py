@@ -23,7 +23,7 @@ HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=No
 
 
 def meshrl(mesh: Mesh, *arguments: str) -> str:
-    """What `meshrl reward ...` prints about this mesh."""
+    """The output of `meshrl reward ...` for this mesh."""
     done = CliRunner().invoke(reward, ["--run-dir", str(mesh.run_dir), *arguments])
     assert done.exit_code == 0, (done.output, done.exception)
     return done.stdout

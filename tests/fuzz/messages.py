@@ -22,7 +22,7 @@ class Recorder(grpc.GenericRpcHandler):
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address)
         self.requests: dict[str, list[Request]] = {}
-        """By the method's full name."""
+        """Requests by full name of the method."""
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         method = details.method

@@ -66,7 +66,7 @@ async def write_store(folder: Path, early: Path) -> None:
 
 
 async def contents(folder: Path) -> Mapping[str, str]:
-    """What a queue on the store says of everything in it: a digest, or `error code: message`."""
+    """A digest, or `error code: message`, of everything that a queue on the store can read."""
     try:
         queue = await opened(folder)
     except MeshError as error:
@@ -128,7 +128,7 @@ def _plain(value: Any) -> Any:
 
 
 def value_pages(data: bytes) -> list[int]:
-    """Where pages begin that hold long values and nothing of LMDB's own, live or not."""
+    """Offsets of pages that hold long values and nothing of LMDB's own, live or not."""
     found = []
     for at in pages(data, OVERFLOW):
         count = int.from_bytes(data[at + 12 : at + 16], "little")

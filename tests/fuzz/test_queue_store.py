@@ -26,7 +26,7 @@ TRIALS = int(os.environ.get("FUZZ_TRIALS", "12"))
 
 
 def trials(folder: Path, *kinds: str) -> tuple[Mapping[str, str], list[dict[str, Any]]]:
-    """What a queue reads from the sound store, and each trial."""
+    """The contents of the sound store, and each trial."""
     command = [sys.executable, "-m", "tests.fuzz.store_reader", str(folder), SEED, str(TRIALS)]
     ended = subprocess.run([*command, *kinds], cwd=ROOT, capture_output=True, text=True, check=True)
     sound, *rest = (json.loads(line) for line in ended.stdout.splitlines())
@@ -36,7 +36,7 @@ def trials(folder: Path, *kinds: str) -> tuple[Mapping[str, str], list[dict[str,
 
 
 def wrong(sound: Mapping[str, str], contents: Mapping[str, str]) -> list[str]:
-    """What is neither right nor a clear error: empty when nothing is lost in silence."""
+    """Answers that are neither right nor a clear error: empty when nothing is lost in silence."""
     if contents["open"]:
         return [] if contents["open"].startswith("error corrupt: ") else [contents["open"]]
     return [

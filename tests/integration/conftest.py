@@ -1,4 +1,4 @@
-"""What several integration tests ask for: a model that talks, each carrier of weights in turn, queue processes."""
+"""Fixtures of several integration tests: a model that talks, each carrier of weights, queue processes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from .gateway_mesh import FIRST, RUN, Mesh
 
 AGENT = Path(__file__).parent / "command_agent.py"
 leaders: list[Callable[..., Awaitable[Any]]] = []
-"""What the agent below does: the last entry."""
+"""Behaviours of the agent below: it follows the last entry."""
 
 
 async def agent(base_url: str, api_key: str, task: Any) -> Any:

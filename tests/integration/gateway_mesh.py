@@ -80,7 +80,7 @@ class Recorded:
                 self.left.append(request.request_id)
 
     def sampled(self, uid: Uid) -> list[GenerateDelta]:
-        """Of one row, in the order of its requests."""
+        """Deltas of one row, in the order of its requests."""
         mine = [n for n in self.deltas if n == str(uid) or n.startswith(f"{uid}/")]
         return [delta for name in mine for delta in self.deltas[name]]
 

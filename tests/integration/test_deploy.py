@@ -28,7 +28,7 @@ UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 MESH = {name: each for name, each in COMPOSE["services"].items() if name in BUILT_IN}
 BESIDE = {"prepare", "operator", "prometheus", "grafana"}
-"""What compose starts beside the services: the first one before them, the others where their profile is named."""
+"""Containers beside the services: `prepare` runs before them, the others only if their profile is named."""
 INTERPOLATION = re.compile(r"\$\{\w+:-([^}]*)\}")
 
 
@@ -99,7 +99,7 @@ def _variables(option: click.Parameter) -> list[str]:
 
 
 def test_the_strict_sandbox_finds_what_it_needs_where_rewards_are_submitted() -> None:
-    """What each of these does to bubblewrap was tried under Docker 20.10 and systemd 252."""
+    """The effect of each setting on bubblewrap was tried under Docker 20.10 and systemd 252."""
     assert "bubblewrap" in (DEPLOY / "Dockerfile").read_text()
     opened = {"seccomp:unconfined", "systempaths=unconfined"}
     assert opened <= set(COMPOSE["services"]["reward"]["security_opt"])

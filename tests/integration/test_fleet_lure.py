@@ -1,4 +1,4 @@
-"""Whoever looks after the fleet shows no credential at an address that a worker names."""
+"""Reading and draining the fleet shows no credential at an address that a worker names."""
 
 from __future__ import annotations
 

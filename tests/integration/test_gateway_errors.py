@@ -1,4 +1,4 @@
-"""What the gateway refuses, with the errors of OpenAI's API."""
+"""Requests that the gateway refuses, with the errors of OpenAI's API."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ async def carry(channels: tuple[NcclChannel, NcclChannel], source: StubSource, i
 async def failures(
     channels: tuple[NcclChannel, NcclChannel], source: StubSource, index: int
 ) -> list[str]:
-    """What both ends say of a bucket that fails at both."""
+    """Errors of both ends for a bucket that fails at both."""
     manifest = source.manifest
     into = np.empty(manifest.bucket_bytes[index], dtype=np.uint8)
     said = await asyncio.gather(

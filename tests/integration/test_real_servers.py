@@ -85,7 +85,7 @@ class Kind:
     renormalises: bool = True
     """Top-p cuts what top-k left; else both cut the whole distribution."""
     lost_file: str
-    """What the error says when the staged file is gone."""
+    """Part of the error when the staged file is gone."""
     open_routes: str = "/health$"
     """A pattern of the routes that need no key."""
 
@@ -204,7 +204,7 @@ async def all_of(engine: Engine, requests: Sequence[GenerateRequest]) -> list[Re
 
 
 def server_log(kind: Kind, checkpoint: Path) -> Path:
-    """Where the server writes; also what finds its process."""
+    """The server's log file, by which its process is also found."""
     return checkpoint / f"{kind.package}.log"
 
 
@@ -528,7 +528,7 @@ async def test_versions_arrive_in_memory_of_the_server_and_are_served_from_there
 
 
 async def lose_newest_file(staging: Path) -> None:
-    """What is staged last disappears behind the engine's back."""
+    """Delete the newest staged file behind the engine's back."""
     files = await asyncio.to_thread(lambda: list(staging.glob("*/*/model.safetensors")))
     max(files, key=lambda file: int(file.parent.name)).unlink()
 

@@ -37,7 +37,7 @@ Maker = Callable[..., Awaitable[ServerEngine]]
 
 
 class Receiver:
-    """What writes into memory that is lent, in this process."""
+    """A receiver in this process that writes into lent memory."""
 
     memory = "stub"
     gpu = GPU

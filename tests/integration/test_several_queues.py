@@ -62,7 +62,7 @@ def here(tmp_path: Path, talking_model: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def files(folder: Path) -> Mapping[str, bytes]:
-    """What is stored there; locks say nothing."""
+    """Stored files by path, without locks."""
     return {
         str(path): path.read_bytes()
         for path in sorted(folder.rglob("*"))

@@ -104,7 +104,7 @@ async def begun(engine: ServerEngine, label: str) -> asyncio.Task[Response]:
 
 
 def lose_newest_file(staging: Path) -> None:
-    """What is staged last disappears behind the engine's back."""
+    """Delete the newest staged file behind the engine's back."""
     files = list(staging.glob("*/*/model.safetensors"))
     max(files, key=lambda file: int(file.parent.name)).unlink()
 

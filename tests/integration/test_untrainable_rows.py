@@ -138,7 +138,7 @@ async def test_a_row_that_nothing_can_be_computed_from_is_replaced_where_the_run
 async def test_the_queue_hears_of_failures_that_may_be_of_the_rows(
     error: Exception, told: int
 ) -> None:
-    """Of a rank that was killed the others say nothing that rows are given up for."""
+    """If a rank was killed, errors of the others are no reason to give rows up."""
     source = AsyncMock()
     trainer = Mock(_source=source, _state=Mock(epoch=3), _settings=Mock(batch_groups=1))
     with pytest.raises(type(error)):

@@ -1,4 +1,4 @@
-"""What `meshrl view` asks of a queue that serves, as a reader, and of the files of one that was stopped."""
+"""Data of `meshrl view`: from a queue that serves, as a reader, and from the files of a stopped one."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ class Mesh:
     stages: list[asyncio.Task[None]] = field(default_factory=list)
     changes: dict[str, object] = field(default_factory=dict)
     reader: VisionReader | None = None
-    """Of the model's config."""
+    """The vision reader of the model's config, if it has one."""
 
     def learner(self) -> Learner:
         config = ModelConfig.model_validate({"path": self.model, **self.changes})

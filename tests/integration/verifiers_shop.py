@@ -19,7 +19,7 @@ class ShopTools(vf.Toolset[vf.ToolsetConfig, vf.State]):
 
     @vf.tool
     async def price(self, thing: str) -> str:
-        """What a thing costs."""
+        """The price of a thing."""
         return str(len(thing))
 
 

@@ -95,7 +95,7 @@ class Fleet:
         directory: Path | None = None,
         **options: Any,
     ) -> HashSink:
-        """With `options` of `attach`."""
+        """Attach an engine; `options` are those of `attach`."""
         engine = engine or HashSink()
         self.attach(name, engine, run, directory, **options)
         return engine
@@ -153,7 +153,7 @@ class Fleet:
         )
 
     def moved_bytes(self) -> dict[str, int]:
-        """What travelled of the last version, by replica."""
+        """Bytes moved for the last version, by replica."""
         return {view.name: view.moved_bytes for view in self.coordinator.fleet().replicas}
 
     def reason_of(self, name: str) -> str:

@@ -39,7 +39,7 @@ CLAIM_S: Final = 5.0
 REQUEST_S: Final = 60.0
 """An HTTP client's patience for an answer."""
 MOST_TRIES: Final = 4
-"""Of one request: HTTP clients repeat what broke."""
+"""Most tries of one request: HTTP clients repeat broken ones."""
 PAUSE_S: Final = 1.0
 BODY_BYTES: Final = 1 << 20
 
@@ -48,7 +48,7 @@ Answer = tuple[int, dict[str, Any]]
 
 
 def gateway_address(worker: str) -> str:
-    """Where the gateway of a rollout worker listens."""
+    """The address of a rollout worker's gateway."""
     return f"{worker}:8000"
 
 
@@ -101,7 +101,7 @@ class HttpServicer(Servicer):
 
 
 def _scope(asked: Mapping[str, Any], body_bytes: int, peer: str) -> dict[str, Any]:
-    """What an ASGI server says of a request."""
+    """The ASGI scope of a request."""
     return {
         "type": "http",
         "asgi": {"version": "3.0"},

@@ -38,7 +38,7 @@ CONNECT_S: Final = 2.0
 
 
 def connect(network: Network, address: str) -> grpc.aio.Channel:
-    """What product code takes as its `connect`, once it knows the network."""
+    """The `connect` that product code is given, bound to a network."""
     return cast("grpc.aio.Channel", Channel(network, address))
 
 
@@ -126,9 +126,9 @@ class Call:
         self._sent_until = [0.0, 0.0]
         """When the last message of each direction arrives: 0 to the server, 1 to the client."""
         self._waiters: list[asyncio.Future[None]] = []
-        """Of those who wait for the status."""
+        """Futures of those who wait for the status."""
         self._timer: asyncio.TimerHandle | None = None
-        """Of the deadline."""
+        """Timer of the deadline."""
         self._given_up = False
         self._late = False
         self.on_over: Callable[[], object] = _nothing

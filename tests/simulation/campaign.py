@@ -33,7 +33,7 @@ RUNS_OF_A_FORK: Final = 25
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """What a campaign has done."""
+    """Totals of a campaign."""
 
     seeds: int = 0
     events: int = 0
@@ -199,12 +199,12 @@ def minimise(seed: int, *, parts: Parts | None = None, most_runs: int = 200) -> 
 
 
 def _shortened(fault: Fault) -> Fault:
-    """With round numbers, which a person can read."""
+    """The fault with rounded times, which a person can read."""
     return replace(fault, at_s=round(fault.at_s, 1), seconds=round(fault.seconds, 1))
 
 
 def story(minimal: Minimal, *, lines: int = 40) -> Iterator[str]:
-    """What happened, for a person to read."""
+    """The course of events, for a person to read."""
     shape = minimal.shape
     enough = counted(len(minimal.faults), "fault is", "faults are")
     yield f"seed {minimal.seed}: {enough} enough ({counted(minimal.runs, 'run')})"

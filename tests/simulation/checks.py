@@ -1,4 +1,4 @@
-"""What must hold of every run: the invariants of the mesh, checked while it runs and when it has ended.
+"""Invariants of every run of the mesh, checked while it runs and when it has ended.
 
 QueueServicer ──▶ WatchedQueue ──▶ TransferQueue      each answered call: tokens, batches
 World ──every second──▶ check_resident                 the ledger against the rows
@@ -53,22 +53,22 @@ MOST_ATTEMPTS: Final = 64
 
 
 class RowHistory:
-    """What the queue has answered, of all its incarnations: each row's life must be a legal path."""
+    """The queue's answers over all its incarnations: each row's life must be a legal path."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._newest: dict[tuple[str, Uid], tuple[int, str]] = {}
-        """By stage and row: the newest token, and who has it."""
+        """The newest token and its holder, by stage and row."""
         self._written: dict[tuple[str, Uid], int] = {}
-        """By stage and row: the token of the write that was accepted."""
+        """Token of the accepted write, by stage and row."""
         self._batches: dict[tuple[int, str], frozenset[Uid]] = {}
-        """By epoch and the batch id that was asked for."""
+        """Batches by epoch and by the batch id that was asked for."""
         self._batch_of: dict[tuple[int, Uid], str] = {}
         self._settled: dict[tuple[int, int], set[str]] = {}
         self._tried: dict[Uid, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-        """By row and place in its response: tokens of appends that came in."""
+        """Tokens of the appends that came in, by row and place in its response."""
         self._appended: dict[Uid, int] = {}
-        """By row: tokens of its response that are durable, as it was answered."""
+        """Durable tokens of each response, as answered."""
         self._epoch = 0
         self.sampled: Counter[str] = Counter()
         """Rows leased for sampling, by task."""
@@ -101,7 +101,7 @@ class RowHistory:
     def holders(
         self, run: str, stage: str, blocks: Sequence[RowBlock]
     ) -> dict[Uid, tuple[int, int]]:
-        """Of a write that comes in: each row with its token and the newest one."""
+        """Each row of a write that comes in, with its token and the newest one."""
         found = {}
         for block in blocks:
             for uid in block.uids(run):
@@ -332,7 +332,7 @@ class Followers:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._since: dict[str, tuple[Version, Version, float]] = {}
-        """By service: what its engine serves, what the newest engine served when it began to, and when."""
+        """The engine's version, the newest engine's version when it began to serve it, and the time, by service."""
 
     def look(self, served: Mapping[str, Version], now: float) -> None:
         """Called again and again; `served` are the versions of the engines that live, by service."""

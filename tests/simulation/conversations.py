@@ -32,7 +32,7 @@ LONGEST_LOOK_UP_S: Final = 4.0
 
 
 class Program(StrEnum):
-    """What makes a trajectory of a task: a module of `meshrl.rollout.programs`."""
+    """The program that makes a task's trajectory: a module of `meshrl.rollout.programs`."""
 
     SINGLE_TURN = "single_turn"
     TOOLS = "tools"
@@ -99,7 +99,7 @@ async def look_up(key: int) -> str:
 
 
 def replied(text: str) -> str:
-    """What an agent says to an answer."""
+    """An agent's reply to an answer."""
     return f"{_number(text):x}"
 
 
@@ -108,17 +108,17 @@ def _number(text: str) -> int:
 
 
 def score_of(answers: int) -> float:
-    """What an agent posts for a conversation with so many answers; a judge never gives it."""
+    """An agent's posted score for a conversation with so many answers; a judge never gives it."""
     return 10.0 + answers
 
 
 class CheckedConversations:
-    """What must hold of the trained rows of a program of several turns."""
+    """Checks of the trained rows of a program of several turns."""
 
     def __init__(self, program: Program, problem: Callable[[str], None]) -> None:
         """`problem` hears of what does not hold."""
         self.posted: dict[str, set[float]] = {}
-        """By uid: what agents have posted, whether or not they got the answer."""
+        """Scores posted by agents, whether or not they got the answer, by uid."""
         self._program = program
         self._problem = problem
         self._tokenizer = ChatTokenizer()
@@ -156,7 +156,7 @@ class CheckedConversations:
         return self._tokenizer.decode(tokens.tolist())
 
     def _after(self, turn: str) -> str:
-        """What stands between `turn` and the next one."""
+        """The text between `turn` and the next turn."""
         if self._program is Program.OPENAI:
             message: ChatMessage = {"role": "user", "content": replied(turn)}
         else:

@@ -33,7 +33,7 @@ TABLES: Final = tuple(Table)
 
 
 class Disk:
-    """What one queue has stored. A `Store` is one process's handle of it."""
+    """One queue's stored data. A `Store` is one process's handle of it."""
 
     def __init__(self, seed: int | str) -> None:
         self.random = random.Random(f"disk {seed}")
@@ -53,7 +53,7 @@ class Disk:
         return SimulatedStore(self, self.owner)
 
     def crash(self) -> None:
-        """What was written and not synced may be there: whole, or any of its sectors, in any order."""
+        """Keep the unsynced data whole, or any of its sectors, in any order."""
         if self.random.random() < 0.5:
             return
         sectors = [
@@ -260,7 +260,7 @@ class SimulatedCheckpoints(Checkpoints):
         return stored.state
 
     def newest(self, root: Path, world: World | None = None) -> tuple[Path, TrainerState] | None:
-        """By version; rank 0's, on every rank."""
+        """The checkpoint of the newest version; rank 0's, on every rank."""
         found = {str(stored.version): stored for stored in self._disk.stored}
         newest = max((s.version for s in self._disk.stored), default=None)
         name = "" if newest is None else str(newest)

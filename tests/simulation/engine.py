@@ -31,7 +31,7 @@ TURN_TOKENS: Final = 8
 
 
 def token_of(version: Version) -> int:
-    """What an engine at `version` samples."""
+    """The token that an engine at `version` samples."""
     return version.epoch << STEP_BITS | version.step
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 
 class Kind(StrEnum):
-    """What goes wrong."""
+    """The kind of a fault."""
 
     KILL = "kill"
     """kill -9: nothing more runs, connections are closed by the host."""
@@ -21,7 +21,7 @@ class Kind(StrEnum):
     ZOMBIE = "zombie"
     """Its network is silent, it counts as dead and gets a successor, and then it comes back."""
     ISOLATED = "isolated"
-    """Of the trainer: it reaches the queue no more, counts as dead and gets a successor; replicas still reach it."""
+    """The trainer no longer reaches the queue, counts as dead and gets a successor; replicas still reach it."""
     FLAPS = "flaps"
     """Its open connections break, again and again."""
     BREAK_REQUESTS = "break requests"
@@ -33,25 +33,25 @@ class Kind(StrEnum):
     SLOW = "slow"
     """Every message takes fifty times as long."""
     DISK_FULL = "disk full"
-    """Of the queue."""
+    """The queue's disk."""
     COMMITS_FAIL = "commits fail"
-    """Of the queue: some are durable nevertheless."""
+    """Commits of the queue; some are durable nevertheless."""
     ENGINE_FAILS = "engine fails"
-    """Of a rollout worker: every request."""
+    """Every request to a rollout worker."""
     JUDGE_FAILS = "judge fails"
-    """Of a reward stage: every sample."""
+    """Every sample of a reward stage."""
     LOADING_FAILS = "loading fails"
-    """Of a rollout worker: its engine takes no weights, for the same reason each time."""
+    """A rollout worker's engine takes no weights, for the same reason each time."""
     SWITCH_FAILS = "switch fails"
-    """Of a rollout worker: its engine breaks when it switches to other weights."""
+    """A rollout worker's engine breaks when it switches to other weights."""
     TRANSFER_HANGS = "transfer hangs"
     """To a rollout worker: no bytes of weights arrive."""
     TRANSFER_CORRUPTS = "transfer corrupts"
     """To a rollout worker: bytes of weights arrive changed."""
     MEMORY_FULL = "memory full"
-    """Of the trainer's host: there is no room for a version."""
+    """The trainer's host has no room for a version."""
     HALT = "halt"
-    """Of the host of trainer and queue: SIGTERM to both at once, and neither starts again for a while."""
+    """SIGTERM to trainer and queue at once, and neither starts again for a while: their host goes down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,12 +117,12 @@ AIMED: Final = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What some seeds are about: few kinds of faults, shortly after each other."""
+    """Theme of some seeds: few kinds of faults, shortly after each other."""
 
     share: float
-    """Of all seeds."""
+    """Share of all seeds."""
     kinds: Mapping[str, Sequence[Kind]]
-    """By service; a kind that is named twice happens twice as often."""
+    """Kinds of faults by service; a kind that is named twice happens twice as often."""
     successor_dies: bool = False
     """A trainer that counts as dead, or ends with its host, gets a successor that is killed as well."""
 
@@ -179,7 +179,7 @@ def scene_of(seed: int) -> Scene | None:
 
 
 def kinds_of(target: str) -> Sequence[Kind]:
-    """What can happen to a service."""
+    """Kinds of faults of a service."""
     role = target.partition("-")[0]
     if role == "queue":
         disk = (Kind.DISK_FULL, Kind.COMMITS_FAIL)

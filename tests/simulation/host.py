@@ -1,4 +1,4 @@
-"""What a host lends its processes and takes back when they die: shared memory, and threads."""
+"""Simulated resources of a host that its processes lose when they die: shared memory, and threads."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class SimulatedMemory(SharedMemory):
 
     @override
     def map(self, name: str, nbytes: int) -> Mapped:
-        """What the owner writes later shows, as it may in pages that nobody has touched."""
+        """Map a file; later writes of its owner show, as they may in pages that nobody has touched."""
         file = self._memory.files.get(name)
         if file is None or len(file.content) != nbytes:
             raise CorruptError(f"{name}: no such file of {nbytes} bytes")

@@ -92,14 +92,14 @@ class SimulatedLoop(VirtualLoop):
     _handle = _Handle
 
     def __init__(self, seed: int, *, trace: bool = False) -> None:
-        """With `trace`, `trace_hash` is a hash of every callback with its time and its process."""
+        """Create a loop; with `trace`, `trace_hash` is a hash of every callback with its time and its process."""
         super().__init__(seed)
         self.events = 0
         """Callbacks that ran."""
         self._executors: dict[Any, deque[tuple[Callable[[], None], Context]]] = {}
-        """What each executor with a single thread still has to do, the running one first."""
+        """Pending work of each executor with a single thread, the running one first."""
         self._dropped: list[Handle] = []
-        """What dead processes would have run, kept: collecting it would run their clean-up."""
+        """Callbacks of dead processes, kept: collecting them would run their clean-up."""
         self.work = (0, 0)
         """The work in an executor that runs: its number, and one that rises with each time that any work runs."""
         self._hash = hashlib.blake2b(digest_size=8) if trace else None

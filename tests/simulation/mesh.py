@@ -49,17 +49,17 @@ FLAP_S: Final = (0.5, 5.0)
 EXPECTED: Final = (UnavailableError, FencedError, InfraError, WaitTimeoutError, CapacityError)
 """Errors with which a service may end: the supervisor starts it again."""
 GAVE_UP: Final = r"(\d+) rows were dead-lettered while the trainer waited"
-"""With this a trainer may end if as many were; the next one is the user's second attempt."""
+"""Error with which a trainer may end if so many rows died; its successor is the user's second attempt."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What came of one run."""
+    """The result of one run."""
 
     seed: int
     problems: list[str]
     log: list[str]
-    """What happened, line by line."""
+    """Events, line by line."""
     events: int
     """Callbacks that ran."""
     calls: int
@@ -96,7 +96,7 @@ class Mesh:
         )
         self._random = self._services.random
         self._lives: dict[str, Incarnation] = {}
-        """By service: the newest."""
+        """The newest incarnation of each service."""
         self._ending = False
         self._halted_until = 0.0
         self._given_up: list[int] = []
@@ -383,7 +383,7 @@ class Mesh:
 
     @property
     def _served(self) -> dict[str, Version]:
-        """What the engines of the processes serve that live, by service."""
+        """Versions served by the engines of live processes, by service."""
         engines = self._services.weights.engines
         lives = {name: engines.get(life.process) for name, life in self._lives.items()}
         return {name: engine.version for name, engine in lives.items() if engine is not None}
@@ -430,7 +430,7 @@ class Mesh:
         self._services.disk.full_until = self._services.disk.failing_until = 0.0
 
     async def _check_the_end(self) -> None:
-        """What the disk says, against what the weights say."""
+        """Compare the disk with the weights."""
         for incarnation in self._lives.values():
             incarnation.process.kill()
         self._services.weights.check_end()

@@ -451,7 +451,7 @@ MUTANTS: Final[Mapping[str, Mutant]] = {
         parts=Parts(queue=_AppendsUnderAnyToken),
     ),
 }
-"""By name."""
+"""Mutants by name."""
 
 
 def hunt(

@@ -29,7 +29,7 @@ class Delays:
 
 @dataclass(slots=True)
 class Weather:
-    """What is wrong with one process's network now: each until a moment of the virtual clock."""
+    """Faults of one process's network, each until a moment of the virtual clock."""
 
     cut_until: float = 0.0
     """Nothing gets in or out."""
@@ -51,7 +51,7 @@ LATEST_S: Final = 8.0
 
 
 class OpenCall(Protocol):
-    """What the network knows of a call that is not over."""
+    """An open call as the network sees it."""
 
     method: str
 
@@ -99,7 +99,7 @@ class Network:
         self._delays = delays
         self._random = random.Random(f"network {seed}")
         self._endpoints: dict[str, list[Endpoint]] = {}
-        """By address, the newest last: a process that counts as dead listens on."""
+        """Endpoints by address, the newest last: a process that counts as dead keeps listening."""
         self._weather: dict[str, Weather] = {}
         self._hidden: dict[tuple[Process, str], float] = {}
         """Until when nothing passes between a process and those of a name, or anybody."""
@@ -181,7 +181,7 @@ class Network:
         return [endpoint for endpoint in self._endpoints.get(address, ()) if endpoint.alive]
 
     def delay(self, *processes: Process | None) -> float:
-        """Of one message between `processes`."""
+        """Delay of one message between `processes`, in seconds."""
         delays, draw = self._delays, self._random
         seconds = draw.expovariate(1 / delays.mean_s)
         if draw.random() < delays.slow_share:
@@ -194,7 +194,7 @@ class Network:
         return seconds
 
     def lateness(self) -> float:
-        """Of a request that its caller has given up."""
+        """Seconds by which a request that its caller gave up arrives late."""
         return self._random.uniform(0.0, LATEST_S)
 
     def opened(self, call: OpenCall) -> None:

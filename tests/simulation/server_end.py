@@ -50,7 +50,7 @@ class Inbox:
 
 
 class ServedCall(Protocol):
-    """What the server's end needs of a call."""
+    """The call as the server's end sees it."""
 
     metadata: Metadata
     client: Process | None
@@ -87,7 +87,7 @@ class ServerContext:
         self.error: grpc.aio.AioRpcError | None = None
 
     def invocation_metadata(self) -> Metadata:
-        """Of the client."""
+        """The client's metadata."""
         return self._call.metadata
 
     def peer(self) -> str:
@@ -119,6 +119,6 @@ class ServerContext:
 def error_of(
     code: grpc.StatusCode, details: str, trailing: Iterable[tuple[str, str | bytes]] = ()
 ) -> grpc.aio.AioRpcError:
-    """What a client sees of a status."""
+    """The error that a client gets for a status."""
     metadata: Any = grpc.aio.Metadata
     return grpc.aio.AioRpcError(code, metadata(), metadata(*trailing), details, None)

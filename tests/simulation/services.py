@@ -116,7 +116,7 @@ Main = Callable[[Incarnation], Coroutine[Any, Any, None]]
 
 
 class Services:
-    """What the processes of one run share, and their main functions."""
+    """The objects that the processes of one run share, and their main functions."""
 
     def __init__(
         self,
@@ -448,10 +448,10 @@ async def _until_one_ends(*services: Coroutine[Any, Any, None]) -> None:
 
 
 def _address(name: str) -> str:
-    """Where a queue process listens."""
+    """The address of a queue process."""
     return f"{name}:7001"
 
 
 def _snapshot(policy: object, world: Any, *, version: Version, **_: object) -> Any:
-    """What `take_snapshot` returns: on rank 0 the version, None on the others."""
+    """Stand-in for `take_snapshot`: on rank 0 the version, None on the others."""
     return SimulatedSource(version) if world.is_main else None

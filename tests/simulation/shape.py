@@ -54,7 +54,7 @@ class Shape:
     tokens: int = 32
     deltas: int = 4
     deadline_s: float = 600.0
-    """Of a row; an agent that dies leaves its session until then."""
+    """Deadline of a row; an agent that dies leaves its session until then."""
     response_s: float = 2.0
     """Mean of a response; the tail is long."""
     slow_prompt_s: float = 0.0
@@ -91,7 +91,7 @@ class Shape:
 
     @property
     def spec(self) -> RunSpec:
-        """What the run asks of the queue."""
+        """The run's spec for the queue."""
         posted = self.program is Program.OPENAI
         return RunSpec(
             run=RUN,

@@ -1,4 +1,4 @@
-"""What stands in for a model: a judge, and a learner on several ranks.
+"""Stand-ins for a model: a judge, and a learner on several ranks.
 
 A token's value is the version that sampled it, so a wrong label shows. The learner's weights are the list of the rows
 that it was trained on, so a row that was trained twice shows.
@@ -37,7 +37,7 @@ from tests.simulation.loop import Blocked, SimulatedLoop
 
 Item = TypeVar("Item", bound=np.generic)
 COLUMNS: Final[tuple[str, ...]] = ("tokens", "loss_mask", "rollout_logprobs", "spans", "reward")
-"""What the learner reads of every row."""
+"""Columns that the learner reads of every row."""
 
 
 class Tokenizer:
@@ -203,7 +203,7 @@ class StandInWorld:
         self.all_gather(np.zeros(1, dtype=np.float32))
 
     def _number(self) -> int:
-        """Of this collective: the same again when the work that makes it is repeated."""
+        """The number of this collective: the same again when the work that makes it is repeated."""
         work = self._collectives.loop.work
         if work[0] != self._work[0]:
             self._began = self._next

@@ -76,7 +76,7 @@ class _Edge:
 
 
 class WireCarrier(Pairs):
-    """Of one process."""
+    """One process's carrier."""
 
     def __init__(self, config: WeightsConfig, wires: Wires) -> None:
         super().__init__(config)
@@ -174,7 +174,7 @@ class SimulatedFleet:
         self._loop = loop
 
     def carrier(self) -> Pairs:
-        """Of the process that runs."""
+        """The carrier of the process that runs."""
         kind = WireGroups if self.config.carrier == GROUP else WireCarrier
         return kind(self.config, self.wires)
 
@@ -264,7 +264,7 @@ class SimulatedFleet:
             assert self.engines[name].hashes == source.manifest.bucket_hashes
 
     async def pass_time(self, seconds: float) -> None:
-        """Of the virtual clock."""
+        """Sleep on the virtual clock."""
         await asyncio.sleep(seconds)
 
     @property

@@ -1,4 +1,4 @@
-"""What surrounds the weight plane: weights whose bytes say their version, carriers on simulated hosts, engines.
+"""Surroundings of the weight plane: weights whose bytes say their version, carriers on simulated hosts, engines.
 
     coordinator ─▶ Replica ─▶ shm or disk, with SimulatedMemory and SimulatedThread ─▶ Joining ─▶ SimulatedEngine
 
@@ -79,7 +79,7 @@ class SimulatedSource:
 
 
 class Transfers:
-    """What is wrong with the bytes that reach one process: each until a moment of the virtual clock."""
+    """Faults of the bytes that reach one process, each until a moment of the virtual clock."""
 
     def __init__(self) -> None:
         self.hanging_until = 0.0
@@ -127,7 +127,7 @@ class _Receiving(Channel):
 
 
 class WeightSurroundings:
-    """What all processes of a run share."""
+    """State that all processes of a run share."""
 
     def __init__(
         self,
@@ -158,11 +158,11 @@ class WeightSurroundings:
         self.paths = RunPaths(directory=Path("simulated"))
 
     def transfers(self, name: str) -> Transfers:
-        """Of the process `name`."""
+        """Faults of transfers to the process `name`."""
         return self._transfers.setdefault(name, Transfers())
 
     def transport(self) -> Transport:
-        """Of the process that runs."""
+        """The transport of the process that runs."""
         if self.config.carrier == "auto":
             return auto.Carrier(self.config, self.paths, self._load)
         return self._load(self.config, self.paths)

@@ -215,7 +215,7 @@ async def _save(queue: Queue, plan: Plan, epoch: int, step: int) -> None:
 
 
 def actor(name: str, plan: Plan, moods: random.Random) -> Callable[[Queue], Awaitable[None]]:
-    """What the process of that name does with a queue."""
+    """The work of the process of that name, as a function of a queue."""
 
     async def act(queue: Queue) -> None:
         await queue.open_run(plan.spec)

@@ -190,7 +190,7 @@ BUGS: Mapping[str, tuple[type[Wrong], str]] = {
     "loses-a-task": (LosesATask, "lineage"),
     "miscounts": (Miscounts, "ledger"),
 }
-"""By name: the queue, and the rule of history.py that must find it out."""
+"""The queue, and the rule of history.py that must detect it, by name."""
 
 
 def planted(name: str, queue: Queue) -> Queue:

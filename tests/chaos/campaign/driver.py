@@ -23,9 +23,9 @@ from .processes import Actor
 from .redis import Redis
 
 END_S: Final = 180.0
-"""What the run may take to its end once nothing strikes any more."""
+"""Longest time after the last fault until MORE_STEPS are made, and until each process ends."""
 MORE_STEPS: Final = 10
-"""What the run must do by itself after the last strike."""
+"""Steps that the run must make by itself after the last fault."""
 
 GAVE_UP: Final = 1
 """The exit code of a service that lacked something which may come back."""
@@ -166,7 +166,7 @@ class Campaign:
             self._live_until(time.monotonic() + 0.1)
 
     def _steps(self) -> int:
-        """Of the model. It may go back, when the consumer resumes at its checkpoint."""
+        """Steps of the model; fewer than before if the consumer resumes at its checkpoint."""
         return sum(1 for _ in lines(self.plan.lineage))
 
     def _finish(self) -> None:

@@ -1,4 +1,4 @@
-"""What an actor saw, one line per event, appended with one system call; and reading it back as calls."""
+"""Events as an actor saw them, one line each, appended with one system call, and read back as calls."""
 
 from __future__ import annotations
 

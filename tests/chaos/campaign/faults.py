@@ -1,4 +1,4 @@
-"""What can be done to a mesh: kill a process, stop it for a while, cut the network, fill the disk."""
+"""Faults of a mesh: a process is killed or stopped for a while, the network is cut, the disk is full."""
 
 from __future__ import annotations
 

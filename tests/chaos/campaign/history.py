@@ -32,7 +32,7 @@ Key: TypeAlias = tuple[str, str]
 
 @dataclass
 class Verdict:
-    """What the checker found. `lost` and `duplicated` count rows (index of a task), whatever their attempt."""
+    """The checker's result. `lost` and `duplicated` count rows (index of a task), whatever their attempt."""
 
     lost: int
     duplicated: int
@@ -130,7 +130,7 @@ class History:
         return found
 
     def content(self) -> Iterator[str]:
-        """What is fetched is what was acknowledged, or else what somebody tried to write."""
+        """Fetched content must be what was acknowledged, or else what somebody tried to write."""
         acknowledged = {key: digest for key, (_, digest) in self._acknowledged().items()}
         tried: defaultdict[Key, set[str]] = defaultdict(set)
         for call in self._of("write_rows"):

@@ -1,4 +1,4 @@
-"""What a campaign is: where its files lie, what its run looks like, how hard it is struck."""
+"""Settings of a campaign: the paths of its files, the shape of its run, the number of its faults."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Plan:
     pauses: int = 0
     """SIGSTOP for longer than a lease lasts, then SIGCONT."""
     cuts: int = 0
-    """Of the network between the queue and everybody else, who then live in network namespaces."""
+    """Cuts of the network between the queue and all others, which then live in network namespaces."""
     cut_s: float = 3.0
     fills: int = 0
-    """Of the queue's disk, a small file system of its own."""
+    """Times that the queue's disk, a small file system of its own, is filled."""
     pace_s: float = 0.35
     """Between two strikes, on average."""
     lease_ttl_s: float = 1.0
@@ -45,7 +45,7 @@ class Plan:
     host: str = "127.0.0.1"
     proxy_port: int = 0
     port: int = 0
-    """Of the queue."""
+    """The queue's port."""
 
     @property
     def spec(self) -> RunSpec:
@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def address(self) -> str:
-        """Of the queue, or of the proxy before it."""
+        """The address of the queue, or of the proxy before it."""
         return f"{self.host}:{self.proxy_port or self.port}"
 
     @property
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def final(self) -> Path:
-        """What a queue opened on the store after the end says."""
+        """The report of a queue opened on the store after the end."""
         return self.folder / "final.json"
 
     @property

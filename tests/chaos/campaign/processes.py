@@ -48,7 +48,7 @@ class Actor:
 
     @property
     def errors(self) -> Path:
-        """Where its stderr goes."""
+        """The file of its stderr."""
         return self.plan.folder / f"{self.name}.err"
 
     def start(self) -> None:

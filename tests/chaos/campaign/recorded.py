@@ -104,7 +104,7 @@ TOLD: Final[Mapping[str, tuple[Callable[..., Facts], Callable[[Any], Facts]]]] =
     "ledger": (_nothing, ledger_facts),
     "close_feed": (_nothing, _nothing),
 }
-"""By verb: what is written down of the question, and of the answer. Other verbs end no row's life and begin none."""
+"""Records of a verb's question and answer, by verb. No other verb begins or ends a row's life."""
 
 _OTHERS: Final = (_nothing, _nothing)
 

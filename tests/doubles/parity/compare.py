@@ -23,7 +23,7 @@ ADAPTERS: Mapping[str, Callable[[Case], Found]] = {
     **recipes.ADAPTERS,
     **statistics.ADAPTERS,
 }
-"""What answers each recorded function."""
+"""The adapter of each recorded function."""
 
 
 class Verdict(enum.Enum):

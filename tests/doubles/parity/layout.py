@@ -29,7 +29,7 @@ POLICY_LOSS_KEYS = frozenset({"tau_pos", "tau_neg", "rollout_correction"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What an adapter computed, by verl's names."""
+    """An adapter's results, by verl's names."""
 
     outputs: Mapping[str, Tensor | Array] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -47,7 +47,7 @@ DEFAULT_MODES: Mapping[str, Any] = {
     "sapo": "seq-mean-token-mean",
     "reinforce": "seq-mean-token-sum",
 }
-"""Where a recorded function's default is not token-mean."""
+"""Defaults of recorded functions that are not token-mean."""
 
 
 def _inputs(case: Case, ragged: Ragged, old: str) -> LossInputs:
@@ -85,7 +85,7 @@ def _by_name(name: str) -> Callable[[Case], Found]:
 
 
 def _bypass(case: Case) -> Found:
-    """Where verl divides by 0, because every weight is 0 or every token rejected, ours give 0."""
+    """Give 0 in cases where verl divides by 0, because every weight is 0 or every token rejected."""
     found = _by_name("bypass_mode")(case)
     refuse_no_weight(found.metrics, "rollout_corr/rollout_is_eff_sample_size")
     counts = case.config().get("global_batch_info") or {}

@@ -23,7 +23,7 @@ SESSION = read(FROZEN / "client_session.json.xz")
 
 
 def meaning(call: Call) -> Any:
-    """What a client makes of the answer."""
+    """The answer as a client reads it."""
     methods = pb.DESCRIPTOR.services_by_name["Queue"].methods_by_name
     answer = GetMessageClass(methods[call.method.rpartition("/")[2]].output_type)
     error = ErrorDetail.FromString(call.error)

@@ -56,7 +56,7 @@ def test_a_run_that_ends_its_process_ends_the_campaign_with_its_seed(ends: objec
 
 
 def children() -> set[str]:
-    """Of this thread; the tests have some of their own."""
+    """Child processes of this thread; the tests have some of their own."""
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 

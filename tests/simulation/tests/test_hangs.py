@@ -1,4 +1,4 @@
-"""Whoever hangs is named by `why_waiting` within a minute: one service of a mesh hangs for ever, in virtual time."""
+"""`why_waiting` names within a minute the service of a mesh that hangs for ever, in virtual time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOR_EVER_S = 1e6
 
 @pytest.fixture(autouse=True)
 def _without_logs() -> Iterator[None]:
-    """What services log while the mesh ends without them."""
+    """Silence the logs of services while the mesh ends without them."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

@@ -95,7 +95,7 @@ HASH = "from tests.simulation.mesh import simulate; print(simulate(3, trace=True
 
 @pytest.fixture(autouse=True)
 def _without_logs() -> Iterator[None]:
-    """What services log while they are killed."""
+    """Silence the logs of services while they are killed."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

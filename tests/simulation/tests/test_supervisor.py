@@ -1,4 +1,4 @@
-"""What the supervisor decides when services end, fail, hang or are drained; their processes are virtual."""
+"""Decisions of the supervisor when services end, fail, hang or are drained; their processes are virtual."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FOREVER = math.inf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """What one process does."""
+    """The behaviour of one process."""
 
     seconds: float = FOREVER
     """Until it ends by itself, with `code`."""

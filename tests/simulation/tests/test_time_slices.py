@@ -132,7 +132,7 @@ class World:
         self.done = asyncio.Event()
 
     def lease(self, process: Process, owner: Callable[[], object], dies_s: float) -> DeviceLease:
-        """Of `process`, and of the server that outlives it by `dies_s`, with its memory."""
+        """The lease of `process`, and of its server, which outlives it by `dies_s` with its memory."""
         lease = DeviceLease(self.path)
 
         def gone() -> None:

@@ -49,7 +49,7 @@ def checkpoint(path: Path) -> None:
 
 
 def leave_a_run(directory: Path, steps: int = 2) -> None:
-    """What a finished run of `RECIPE` leaves."""
+    """Write the files of a finished run of `RECIPE`."""
     (directory / FOLDER).mkdir(parents=True)
     (directory / "checkpoints" / "step-2").mkdir(parents=True)
     lines = [

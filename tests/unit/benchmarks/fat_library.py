@@ -37,7 +37,7 @@ def fat_binary(*entries: Entry) -> bytes:
 
 
 def entries_of(data: bytes, start: int) -> list[Entry]:
-    """What the fat binary at `start` has."""
+    """Entries of the fat binary at `start`."""
     magic, _, header, payload = struct.unpack_from("<IHHQ", data, start)
     assert magic == 0xBA55ED50
     found, at, end = [], start + header, start + header + payload

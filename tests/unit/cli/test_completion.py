@@ -15,7 +15,7 @@ from ...view_runs import add_steps
 
 
 def bash(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
-    """What is offered for the last of some words, which bash parts at `=`."""
+    """Completions offered for the last of some words, which bash splits at `=`."""
     monkeypatch.setenv("COMP_WORDS", "\n".join(("meshrl", *words)))
     monkeypatch.setenv("COMP_CWORD", str(len(words)))
     return BashComplete(cli, {}, "meshrl", VARIABLE).complete().splitlines()

@@ -194,7 +194,7 @@ def test_a_demo_leaves_the_directory_of_a_running_mesh_alone(
 
 
 def run(directory: Path, model: Path) -> None:
-    """What a run leaves."""
+    """Write the files of a run."""
     (directory / "queue").mkdir()
     (directory / "queue" / "data").write_text("rows")
     (directory / "recipe.yaml").write_text(f"model: {{path: {model}}}\n")

@@ -76,7 +76,7 @@ NASTY = {
     "markup": "[bold]a[/bold] [link=http://evil]b[/link] [/] :smile:",
     "delete": "a\x7fb",
 }
-"""What a model, a submitter or a file may say."""
+"""Hostile texts from a model, a submitter or a file."""
 SHOWN = {
     "clears the screen": "a\\x1b[2Jb",
     "C1": "a\\x9b31mb",
@@ -234,7 +234,7 @@ def test_no_printer_lets_a_text_command_the_terminal_or_forge_a_line(
 
 
 SEVERAL_LINES = [PRINTERS[name] for name in ("data show", "a text", "the log of up")]
-"""What is shown as it is written, line by line."""
+"""Printers that keep the lines of a text."""
 
 
 def test_json_stays_json(capsys: pytest.CaptureFixture[str]) -> None:

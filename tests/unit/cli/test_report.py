@@ -1,4 +1,4 @@
-"""What a run came to, as a page that needs nothing beside it, and its curves on a terminal and as pictures."""
+"""The report of a run: a page that needs nothing beside it, and curves on a terminal and as pictures."""
 
 from __future__ import annotations
 

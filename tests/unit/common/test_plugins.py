@@ -1,4 +1,4 @@
-"""What is loaded by name: known modules, and of others those that the service's own recipe names."""
+"""Loading by name: known modules, and of others those that the service's own recipe names."""
 
 from __future__ import annotations
 

@@ -352,7 +352,7 @@ def test_every_key_can_be_explained_in_words() -> None:
 
 
 class TestChecksOfTheWholeRecipe:
-    """What only the whole recipe, or the machine, can tell."""
+    """Faults that only the whole recipe, or the machine, can show."""
 
     @pytest.fixture(autouse=True)
     def _files(self) -> None:

@@ -1,4 +1,4 @@
-"""What a recipe leaves unsaid, on machines with and without GPUs."""
+"""Defaults of a recipe on machines with and without GPUs."""
 
 from __future__ import annotations
 

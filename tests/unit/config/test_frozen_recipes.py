@@ -33,11 +33,11 @@ OFFLINE: Mapping[str, type[Config]] = {
 """Recipes of commands beside `up`."""
 DEFAULTS = "defaults"
 RECIPES: Mapping[str, Mapping[str, Any]] = yaml.safe_load((FROZEN / "recipes.yaml").read_text())
-"""By path, values by dotted key: all of a recipe that names only a model; of the others what differs."""
+"""Values by dotted key, by path of the recipe: all of one that names only a model; of the others, differences."""
 
 
 def values(path: Path, kind: type[Config] | None = None) -> dict[str, Any]:
-    """What `meshrl config show` says of a recipe, by dotted key, on a machine without a GPU."""
+    """Output of `meshrl config show` for a recipe, by dotted key, on a machine without a GPU."""
     if kind is not None:
         return dict(flat(Written.read(path, ()).as_config(kind).model_dump(mode="json")))
     machine = AssumedMachine(Assumptions(gpus=0))
@@ -57,7 +57,7 @@ def flat(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def expected(path: str) -> dict[str, Any]:
-    """What `values` returned then: the defaults, and above them what the recipe says."""
+    """The frozen result of `values`: the recipe's own values over the defaults."""
     found = dict(RECIPES[path])
     inner = {key[: end.start()] for key in found for end in re.finditer(r"\.", key)}
     for key, value in ({} if path in OFFLINE else RECIPES[DEFAULTS]).items():

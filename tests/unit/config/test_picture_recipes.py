@@ -21,7 +21,7 @@ READS = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 1024, "lon
 
 
 def checkpoint(path: Path, **preprocessor: Any) -> Path:
-    """What `config check` reads of a model; without `preprocessor`, one of text."""
+    """Write the files of a model that `config check` reads; without `preprocessor`, a text model."""
     path.mkdir()
     write_weights(path / "model.safetensors")
     write_tokenizer(path)

@@ -497,7 +497,7 @@ SAYS: list[tuple[str, Files, Make | None, Sequence[str], str]] = [
     ("a share above 1", {}, None, ["actor.optim.betas=[0.9,1.5]"], "actor.optim.betas.1: want a number from 0"),
     ("hexadecimal", {}, None, ["rollout.n=0x10"], "rollout.n: got '0x10', want a positive integer"),
 ]  # fmt: skip
-"""What it is, its files, what makes others, the overrides, and the line behind the place of the key."""
+"""Description, files, a function that makes others, overrides, and the error line after the key's place."""
 
 
 def told(*overrides: str) -> str:

@@ -519,7 +519,7 @@ WRONG: list[tuple[str, str]] = [
 
 @pytest.fixture(autouse=True)
 def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the assumed machine is silent on: a checkpoint with weights, agents, a file that is no data."""
+    """Files that the assumed machine does not describe: a checkpoint with weights, agents, a file that is no data."""
     monkeypatch.chdir(tmp_path)
     Path("my.yaml").write_text(RECIPE)
     Path("machine.yaml").write_text(json.dumps(MACHINE))

@@ -160,6 +160,6 @@ def over_the_network(message: Any) -> Any:
 
 
 def round_trip(name: str, value: Any) -> None:
-    """By `codec.TASK` for task."""
+    """Encode and decode with the codec of that name: `codec.TASK` for task."""
     both: codec.Codec[Any, Any] = getattr(codec, name.upper())
     assert same(value, both.decode(over_the_network(both.encode(value))))

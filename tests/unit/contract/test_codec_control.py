@@ -144,7 +144,7 @@ def test_what_may_be_none_needs_a_field_that_may_be_absent() -> None:
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 Alias = TypeAliasType("Alias", np.ndarray[Any, np.dtype[Scalar]], type_params=(Scalar,))
-"""What `NDArray` is from numpy 2.5 on."""
+"""The form of `NDArray` from numpy 2.5 on."""
 
 
 @dataclass(frozen=True, kw_only=True)

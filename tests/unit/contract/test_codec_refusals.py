@@ -1,4 +1,4 @@
-"""What makes no sense to the codec is a UserError that says what is wrong."""
+"""Values that make no sense to the codec raise a UserError that says what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels in streams of bulk messages: it comes back whole, and one that does not fit together is refused."""
+"""Streams of bulk messages come back whole; messages that do not fit together are refused."""
 
 from __future__ import annotations
 

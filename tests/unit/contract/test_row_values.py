@@ -16,7 +16,7 @@ NAN = float("nan")
 
 
 def said(name: str, *rows: Any, tokens: int = 4, dtype: str = "", vocabulary: int = 9) -> str:
-    """What is said of a column of some rows, with the number of the row in front; empty for a good one."""
+    """The fault of a column, with the number of the row in front; empty for a good column."""
     arrays = [text_column(row) if isinstance(row, str) else np.array(row, dtype) for row in rows]
     fault = value_fault(
         name,

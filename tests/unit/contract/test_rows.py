@@ -1,4 +1,4 @@
-"""What a stage writes back of a trajectory."""
+"""A stage's write of a trajectory."""
 
 from __future__ import annotations
 

@@ -35,12 +35,12 @@ PAGE = Path(__file__).parents[3] / "docs/how-to/kubernetes.md"
 UNCHECKED = {"ScaledObject", "PodMonitor", "Certificate", "LeaderWorkerSet"}
 """Kinds of others, which Kubernetes' schemas do not know."""
 SERVICES = {"queue": "Queue", "trainer": "Weights", "reward": "Reward"}
-"""What of a service the others call."""
+"""The gRPC service that others call, by kind of service."""
 PYTHON = "rollout.program_options={tools: [{python: {}}]}"
 STRICT = ("reward.registry.tokens=tokens.yaml", "actor.use_kl_loss=true")
 TLS = ["tls.cert=/tls/tls.crt", "tls.key=/tls/tls.key", "tls.ca=/tls/ca.crt"]
 OPENED = {("submitted-rewards", "reward"), ("mutual-tls", "reward"), ("python-tool", "rollout")}
-"""Where strict sandboxes are made: callers with a certificate of their own may submit rewards, too."""
+"""Variants and services with strict sandboxes; callers with a certificate of their own may submit rewards, too."""
 VARIANTS = {
     "cpu": ["actor.use_kl_loss=true"],
     "8-gpus": ["--gpus-per-node", "8", "--mount", "models:/models"],
@@ -93,7 +93,7 @@ def test_nothing_that_the_cluster_has_is_asked_of_this_machine() -> None:
 
 
 def objects(*arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """By kind and name."""
+    """The printed objects by kind and name."""
     found = yaml.safe_load_all(printed(*arguments))
     return {(each["kind"], each["metadata"]["name"]): each for each in found}
 

@@ -42,7 +42,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def script(*arguments: str) -> str:
-    """What the command prints; it is a script that bash can read."""
+    """Output of the command: a script that bash can read."""
     words = ["my.yaml", *arguments, "--assume", "there.yaml"]
     done = CliRunner().invoke(slurm, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output

@@ -21,9 +21,9 @@ LOCKS = {
     "deploy/vllm.lock": ("torch", "vllm", "tools", "logging", "redis", "s3", "nccl"),
     "deploy/sglang.lock": ("torch", "sglang", "tools", "logging", "redis", "s3", "nccl"),
 }
-"""Of CI and of the images: the extras that each holds."""
+"""Extras in the lock files of CI and of the images."""
 CUDA = ("deploy/cuda.lock", "deploy/vllm.lock", "deploy/sglang.lock")
-"""With torch for CUDA, as pip's own index has it."""
+"""Locks with torch for CUDA, as pip's own index has it."""
 
 
 def pinned(lock: str) -> dict[str, str]:

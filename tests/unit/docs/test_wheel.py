@@ -1,4 +1,4 @@
-"""What a user installs: the product with its recipes, and nothing that tests it."""
+"""The wheel has the product with its recipes, and no tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What web pages of other sites may send is refused, whatever it asks for; programs are served."""
+"""Requests from web pages of other sites are refused, whatever they ask for; programs are served."""
 
 from __future__ import annotations
 

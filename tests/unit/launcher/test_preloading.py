@@ -48,7 +48,7 @@ sys.exit(int(sys.argv[1]))
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where modules that a service can run are found."""
+    """A folder on the path with modules that a service can run."""
     (tmp_path / "tells.py").write_text(TELLS)
     (tmp_path / "works.py").write_text(WORKS)
     (tmp_path / "sleeps.py").write_text("import time; time.sleep(600)")

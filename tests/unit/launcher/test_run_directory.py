@@ -113,7 +113,7 @@ def test_the_first_start_of_a_run_leaves_its_recipe_for_others_to_read_at_once(
 
 
 def finished() -> MeshStatus:
-    """What `up` has seen at the end of a run of 15 steps."""
+    """The status that `up` has at the end of a run of 15 steps."""
     mesh_status = MeshStatus(run="my", states={})
     mesh_status.trainer = TrainerStatus(
         phase=TrainerPhase.DONE, step=15, total_steps=15, version=Version(1, 15)

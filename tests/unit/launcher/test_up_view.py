@@ -1,4 +1,4 @@
-"""What a person reads of a running mesh says what the mesh said."""
+"""Views of a running mesh show what the mesh reported."""
 
 from __future__ import annotations
 

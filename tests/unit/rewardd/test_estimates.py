@@ -62,7 +62,7 @@ def test_the_vote_of_k_is_the_mean_over_all_sets_of_k(finals: str) -> None:
 
 
 def test_of_64_answers_pass_and_vote_are_their_formulas() -> None:
-    """Of two finals the commonest of k is right by the hypergeometric distribution."""
+    """Probability that the commonest of k among two finals is right, by the hypergeometric distribution."""
     task = answers("a" * 27 + "b" * 37)
     for k in ks_of(64):
         chance = [math.comb(27, n) * math.comb(37, k - n) / math.comb(64, k) for n in range(k + 1)]

@@ -231,7 +231,7 @@ async def test_the_table_of_verl_runs_programs_in_a_sandbox() -> None:
 
 TEXT = "2 + 2 = 4\n\nso 4\n+ 1 = 5\n \n#### 5"
 ENDS = [1, 9, 11, 15, 23, 26, len(TEXT)]
-"""Of tokens; the paragraphs of TEXT end at 9, 23 and at the end."""
+"""Ends of the tokens; the paragraphs of TEXT end at 9, 23 and at the end."""
 
 
 def steps(result: Any, text: str = TEXT, ends: Sequence[int] = ENDS) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def prompts(count: int, *, longest: int = 40, seed: int = 0) -> list[list[int]]:
 
 @torch.no_grad()
 def greedy(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:
-    """What `generate` of transformers answers."""
+    """Greedy tokens of transformers' `generate`."""
     ids = torch.tensor([list(prompt)])
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False

@@ -44,7 +44,7 @@ async def return_text(session: Session) -> str:
 
 
 async def score(session: Session) -> dict[str, float] | float | Outcome | None:
-    """What the policy says it is worth."""
+    """The score that the policy's answer names."""
     said = await session.reply()
     if said == "more":
         await session.say("More!")

@@ -158,7 +158,7 @@ def test_a_version_has_all_weights_of_a_tower_or_none(names: tuple[str, ...]) ->
 
 
 class Served(NamedTuple):
-    """What decides over a server's arguments."""
+    """The settings that decide over a server's arguments."""
 
     images: object
     quantization: str | None

@@ -23,7 +23,7 @@ RECIPE = Path(__file__).parents[3] / "recipes/frozen_lake"
 
 
 def moves(row: Mapping[str, Any]) -> list[str]:
-    """What the assistant says."""
+    """The assistant's messages."""
     return [said["content"] for said in row["messages"] if said["role"] == "assistant"]
 
 

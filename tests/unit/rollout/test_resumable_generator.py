@@ -24,7 +24,7 @@ from .conftest import EngineMaker
 UID = Uid("run", "t0", 0)
 PROMPT = np.arange(3, 9, dtype=np.int32)
 OBSERVATIONS = [[11, 12, 13], [14], [15, 16]]
-"""What is observed after each turn."""
+"""Observed tokens after each turn."""
 
 
 class Words:

@@ -13,7 +13,7 @@ from meshrl.rollout.server_engine.response import Chunk
 
 
 class Server:
-    """What a server with adapters knows."""
+    """State of a server with adapters."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []

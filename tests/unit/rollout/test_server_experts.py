@@ -21,7 +21,7 @@ from .checkpoints import FIRST
 from .checkpoints import Checkpoint as Saved
 
 EXPERTS = np.arange(5 * 3 * 2).reshape(5, 3, 2)
-"""Of five tokens, by three layers."""
+"""Experts of five tokens, by three layers."""
 
 
 def asking(**what: Any) -> ServerRequest:

@@ -1,4 +1,4 @@
-"""What the rollout process writes of a version is what an inference server loads: digests made here and there."""
+"""An inference server loads the bytes that the rollout process wrote of a version: both make the same digests."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ async def test_an_engine_whose_served_version_was_half_written_over_answers_noth
 
 
 class Receiver:
-    """What writes into memory that the engine lends."""
+    """A receiver that writes into memory lent by the engine."""
 
     memory = "stub"
 

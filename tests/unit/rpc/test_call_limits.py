@@ -29,7 +29,7 @@ ATTEND, LEASE, RENEW, WRITE = (
 
 @dataclass
 class Call:
-    """What gRPC says of a call."""
+    """A call as gRPC reports it."""
 
     address: str
 

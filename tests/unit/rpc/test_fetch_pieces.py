@@ -28,7 +28,7 @@ GROUP_BYTES = 4_000_000
 
 
 class Call:
-    """What gRPC says of a call."""
+    """A call as gRPC reports it."""
 
     def invocation_metadata(self) -> tuple[()]:
         return ()

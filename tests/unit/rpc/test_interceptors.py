@@ -34,7 +34,7 @@ class EchoServicer:
 
     def __init__(self) -> None:
         self.serialize: Callable[[Any], bytes] | None = None
-        """Of what it repeats."""
+        """Serializer of the repeated messages."""
         self.waiting = asyncio.Event()
         self.left = asyncio.Event()
 

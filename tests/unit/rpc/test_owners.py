@@ -1,4 +1,4 @@
-"""What another user owns is refused where it says whom to trust, and what holds rows is nobody else's to read."""
+"""Files that name trusted parties must not be another user's; files with rows are readable only by their owner."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ KINDS: Final = {
 
 
 def kinds() -> dict[str, str]:
-    """What each method is for, by full name."""
+    """Kind of each method, by full name."""
     return {
         f"/meshrl.v1.{service}/{name}": kind
         for service, of_kind in KINDS.items()

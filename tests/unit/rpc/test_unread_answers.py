@@ -1,4 +1,4 @@
-"""Whoever does not read its answers: what they hold, whom that keeps out, and when it ends."""
+"""Clients that do not read their answers: the space that these take, who is kept out, and when it ends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROWS = 8
 
 @dataclass
 class Call:
-    """What gRPC says of a call, whose answers nobody reads."""
+    """A call, as gRPC reports it, whose answers nobody reads."""
 
     address: str = "10.0.0.1"
     written: int = 0

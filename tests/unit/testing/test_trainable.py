@@ -20,7 +20,7 @@ KINDS = (
     "qwen3_next",
     "stablelm",
 )
-"""Of each way to come out some; all types are tried by `python -m tests.doubles.trainable`, which takes minutes."""
+"""One type for each outcome; `python -m tests.doubles.trainable` tries all types, which takes minutes."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -28,7 +28,7 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 PROMPT, VOCABULARY, ROWS = 3, 37, 16
 EPS = 1000.0
 PLAIN = "lr: 1000.0, weight_decay: 0.0, clip_grad: 1.0e+9"
-"""With this eps AdamW's first update is lr · g: weights show the gradient itself."""
+"""AdamW's first update with this eps is lr · g: weights show the gradient itself."""
 GRADIENTS = (
     *(f"{at}={{eps: {EPS}, {PLAIN}}}" for at in ("actor.optim", "critic.optim")),
     f"algorithm.prime.optim={{{PLAIN}}}",  # `recipe_of` sets its eps, which no recipe can
@@ -149,7 +149,7 @@ def row_logprobs(learner: Learner, recipe: Recipe, rows: list[Trajectory]) -> to
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    """Of every model that learns."""
+    """Weights of every model that learns, by name."""
     models = {"policy": learner.policy, **{n: t.model for n, t in learner.beside.items()}}
     return {
         f"{name}.{key}": p.full_tensor().detach().clone()  # type: ignore[attr-defined]

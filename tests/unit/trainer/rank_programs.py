@@ -1,4 +1,4 @@
-"""What ranks do, alone or together, a function each, with JSON for arguments: `ranks.run("snapshot", …)` runs one."""
+"""Functions that ranks run, alone or together, with JSON for arguments: `ranks.run("snapshot", …)` runs one."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def tensors_of(sent: WeightSnapshot) -> dict[str, torch.Tensor]:
 
 
 def exact_logprobs(hf: Any, row: Int32, temperature: float = 1.0) -> torch.Tensor:
-    """What transformers says of each token but the first: [T - 1]."""
+    """transformers' log-prob of each token but the first: [T - 1]."""
     ids = torch.from_numpy(row)[None].long()
     with torch.no_grad():
         logprobs = (hf(ids).logits[0, :-1].float() / temperature).log_softmax(-1)
@@ -195,7 +195,7 @@ def with_experts(rows: list[Trajectory]) -> list[Trajectory]:
 
 
 def taught(rows: list[Trajectory], top: int) -> list[Trajectory]:
-    """What a teacher thinks likeliest at each place, at random; a prompt's first place has nothing before it."""
+    """Rows with a teacher's random most likely tokens; the first place of a prompt has nothing before it."""
     draw = np.random.default_rng(5)
     told = []
     for row in rows:

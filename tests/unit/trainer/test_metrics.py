@@ -122,7 +122,7 @@ def test_a_step_that_fails_fails_as_it_does_alone(tmp_path: Path) -> None:
 def test_a_range_of_nsys_is_around_the_step_and_ends_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """By stand-ins for the parts of torch that need a GPU."""
+    """Stand-ins take the place of the parts of torch that need a GPU."""
     said: list[str] = []
 
     @contextmanager

@@ -63,7 +63,7 @@ FAMILIES = {
 
 
 def padded_logprobs(hf: Any, rows: list[Any], temperature: float) -> torch.Tensor:
-    """What transformers says of a right-padded batch, eager attention."""
+    """transformers' log-probs of a right-padded batch, eager attention."""
     hf.set_attn_implementation("eager")
     longest = max(len(row) for row in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.int64)

@@ -70,7 +70,7 @@ def test_two_ranks_give_the_loss_and_the_gradient_of_one(
 def one_rank_loads(
     checkpoints: Path, model: Path, world: World, weights: Mapping[str, torch.Tensor]
 ) -> None:
-    """What several ranks have saved."""
+    """Load on one rank a checkpoint that several ranks saved."""
     found = checkpoint.newest(checkpoints)
     assert found is not None
     learner = rank_work.make(model, world)

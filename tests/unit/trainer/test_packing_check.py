@@ -29,7 +29,7 @@ NEMOTRON: dict[str, Any] = dict(**SHAPE, head_dim=8)
 
 
 def verdict(name: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the small copy shows, whatever the list of model types says."""
+    """The check's message for the small copy, whatever the list of model types says."""
     monkeypatch.setattr(policy, "refusal", lambda _: "")
     monkeypatch.setattr(policy, "_faults", {})
     try:

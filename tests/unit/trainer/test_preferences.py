@@ -340,7 +340,7 @@ def test_scores_of_a_pack_are_those_of_transformers(text_model: Path, world: Any
 
 
 def samples_of_a_run(rows: list[Row], answer: str, model: Path, folder: Path) -> list[Sample]:
-    """What a judge sees of the data rows' prompts in a run, answered by the column `answer`."""
+    """Judge inputs for the data rows' prompts in a run, answered by the column `answer`."""
     file = write(folder / "prompts.jsonl", [{"prompt": row["prompt"]} for row in rows])
     tokenizer = AutoTokenizer.from_pretrained(model)
     read = load_prompts([file], DataConfig(answer_required=False), tokenizer)

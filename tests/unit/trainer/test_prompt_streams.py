@@ -27,7 +27,7 @@ from ...waiting import until
 
 
 def prompts(**sizes: int) -> list[Prompt]:
-    """Of each source so many, in files named like them."""
+    """Prompts, so many of each source, in files named like it."""
     named = [(name, row) for name, size in sizes.items() for row in range(size)]
     return [
         Prompt(

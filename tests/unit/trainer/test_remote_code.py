@@ -36,7 +36,7 @@ ALONE = """
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where transformers copies code that it imports."""
+    """Redirect the cache into which transformers copies imported code."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 

@@ -1,4 +1,4 @@
-"""What is trained, and in which order: dynamic sampling, greedy baselines, redrawn rows, curricula, steps."""
+"""Trained rows and their order: dynamic sampling, greedy baselines, redrawn rows, curricula, steps."""
 
 from __future__ import annotations
 

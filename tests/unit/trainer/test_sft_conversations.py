@@ -217,7 +217,7 @@ def test_the_loss_is_that_of_the_learned_tokens_alone(chat_model: Path, tmp_path
 
 @torch.no_grad()
 def expected(model: Path, examples: Sequence[Example]) -> float:
-    """By transformers alone: each row by itself, with labels."""
+    """Loss by transformers alone: each row by itself, with labels."""
     hf = AutoModelForCausalLM.from_pretrained(model)
     total, count = 0.0, 0
     for example in examples:

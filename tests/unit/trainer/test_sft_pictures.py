@@ -95,7 +95,7 @@ def test_what_the_assistant_says_of_pictures_is_learned(
 
 @torch.no_grad()
 def alone(model: Path, examples: list[Example], reader: VisionReader) -> float:
-    """By transformers, each row by itself."""
+    """Loss by transformers, each row by itself."""
     hf, total, count = load_theirs(model), 0.0, 0
     for each in examples:
         like = row(model, [], 2, 0)

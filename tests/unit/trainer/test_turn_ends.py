@@ -1,6 +1,6 @@
-"""What rows of every kind teach under ten published chat templates: the prompt, what is learned, and its one end.
+"""Learned text of every kind of row under ten published chat templates: prompt, learned part, and its one end.
 
-What is learned stands between « and ».
+The learned part stands between « and ».
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ TURN: dict[str, str] = {
     "GLM-4.5": "\n<think></think>\n2<|user|>",
     "gpt-oss": "<|channel|>final<|message|>2<|return|>",
 }
-"""What a turn of the assistant teaches in a conversation; R1's cannot be told, which asks with a thought."""
+"""Learned text of an assistant's turn in a conversation; refused for R1, whose prompt opens a thought."""
 EARLIER = {**TURN, "gpt-oss": "<|channel|>final<|message|>2"}
 """The same of a turn that another one follows: gpt-oss has another end there, which is not learned."""
 FIRST = {**{name: f"2{end}" for name, end in END.items()}, "gpt-oss": "2"}
@@ -95,7 +95,7 @@ CALLED = {
     "<|observation|>",
     "gpt-oss": '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"x": 1}<|call|>',
 }
-"""What a call of a tool teaches."""
+"""Learned text of a tool call."""
 REFUSED: dict[str, dict[str, str]] = {
     "DeepSeek-R1": dict.fromkeys(
         ("one", "system", "two", "open", "first", "thought", "tools", "call"), OPENED
@@ -180,7 +180,7 @@ KINDS: dict[str, tuple[Turn, ...]] = {
 
 
 def wanted(name: str, kind: str) -> list[str]:
-    """What the turns of the assistant teach."""
+    """Learned texts of the assistant's turns."""
     turn = TURN[name]
     call = CALLED.get(name, "")
     if name == "Qwen3":

@@ -10,11 +10,11 @@ from meshrl.transferqueue.stores.disk import DiskStore
 
 PAGE = 4096
 LEAF, OVERFLOW = 2, 4
-"""What LMDB writes into bytes 10 and 11 of a page."""
+"""Page flags of LMDB, in bytes 10 and 11 of a page."""
 
 
 def pages(data: bytes, kind: int, holding: bytes = b"") -> list[int]:
-    """Where the pages of a kind begin that have `holding` somewhere."""
+    """Offsets of the pages of a kind that contain `holding`."""
     return [
         at
         for at in range(2 * PAGE, len(data), PAGE)

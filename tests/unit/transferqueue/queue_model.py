@@ -50,7 +50,7 @@ class ModelGroup:
     wanted: int
     """Finished rows that make it complete."""
     attempts: list[int]
-    """By index."""
+    """Attempts by index."""
     replaced: Counter[int] = field(default_factory=Counter)
     rows: list[ModelRow] = field(default_factory=list)
     """The resident rows, by index."""

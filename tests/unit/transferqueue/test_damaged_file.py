@@ -28,7 +28,7 @@ from meshrl.transferqueue.stores.disk import COMMITS, STAMP, DiskStore
 from .damaged_file import OVERFLOW, PAGE, make_store_that_kills_its_reader, pages
 
 LAST_PAGE = 136
-"""Where in a meta page the number of the last page is, and then that of the commit."""
+"""Offset in a meta page of the number of the last page, followed by that of the commit."""
 ARCHIVE = Path(__file__).parents[2] / "fixtures" / "run-0.1.tar.gz"
 
 

@@ -1,4 +1,4 @@
-"""What trainers die of is found: a batch that was in hand at two deaths is taken in ever smaller parts.
+"""Groups that kill trainers are found: a batch that was in hand at two deaths is taken in ever smaller parts.
 
 A group is given up if two trainers say that a step of it alone failed, or if several die with it alone in hand and
 work in between: any process may be killed, any number of times.
@@ -81,7 +81,7 @@ class Trainers:
 
 @pytest.fixture
 async def opened() -> AsyncIterator[Actors]:
-    """Of a queue in memory; what a store keeps of deaths is asked of one on disk below."""
+    """Actors on a queue in memory; the tests of stored deaths below use one on disk."""
     actors = Actors(await TransferQueue.open(MemoryStore()))
     yield actors
     await actors.queue.close()

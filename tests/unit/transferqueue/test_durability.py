@@ -1,4 +1,4 @@
-"""What each durability promises of the disk store, kept under kill -9 and under a power cut."""
+"""Each durability of the disk store keeps its promise under kill -9 and under a power cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What earlier code stored is read as it was, to the byte: `fixtures/frozen`, on disk, in Redis and as a backup."""
+"""Data of earlier code is read as it was, to the byte: `fixtures/frozen`, on disk, in Redis and as a backup."""
 
 from __future__ import annotations
 

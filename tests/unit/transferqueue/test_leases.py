@@ -1,4 +1,4 @@
-"""What expires a lease and what does not: silence, a broken connection, a queue that cannot receive renewals."""
+"""Expiry of a lease, or none: silence, a broken connection, a queue that cannot receive renewals."""
 
 from __future__ import annotations
 

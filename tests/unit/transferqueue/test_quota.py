@@ -1,4 +1,4 @@
-"""What a client may ask of a queue: names, and the bounds that the queue's own recipe sets."""
+"""Bounds on a client's requests: on names, and on sizes, which the queue's own recipe limits."""
 
 from __future__ import annotations
 

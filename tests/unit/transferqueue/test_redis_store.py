@@ -182,7 +182,7 @@ async def test_a_redis_that_stays_away_refuses_what_was_not_acknowledged(
 async def test_a_store_closes_although_the_library_forgets_a_cancellation(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `asyncio.wait_for` of Python 3.11 does, with which redis-py sends, in the moment between two masters."""
+    """Python 3.11's `asyncio.wait_for`, by which redis-py sends, can swallow a cancellation between two masters."""
     forgetting = asyncio.Event()
 
     async def forgetful(client: Redis) -> None:
@@ -402,7 +402,7 @@ LESS: dict[str, tuple[str, dict[str, Any], str]] = {
 async def test_no_rows_are_taken_while_a_setting_promises_too_little(
     server: RedisServer, setting: str, may_ask: bool
 ) -> None:
-    """Where CONFIG may not be asked, INFO shows all but `appendfsync`."""
+    """If CONFIG may not be asked, INFO shows all but `appendfsync`."""
     durability, changes, says = LESS[setting]
     timing = Timing(ask_memory_every_s=0.0)
     with server.client() as client:

@@ -46,7 +46,7 @@ def at(recipe: Recipe, key: str) -> Any:
 
 
 MOST_WRITTEN = Path(__file__).with_name("most_written.txt").read_text().splitlines()
-"""What users write most: the override (and what it depends on), and what a recipe then says."""
+"""Keys that users write most: the override (and those it depends on), and the values of the recipe then."""
 
 
 def plain(value: Any) -> Any:

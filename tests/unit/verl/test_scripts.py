@@ -337,7 +337,7 @@ TEXTS = [
     *("a\nstages: {x: {kind: evil.stage}}", "\n# b", "a\r\nb", "a\x85b", "a\u2028b", "'a'", '"a"', "\\", "\ta "),
     *("\x1b[2J", "\x9b31m", "\x7f", "\u202ea", "\ufeffa", "é", "\U0001f600\n"),
 ]  # fmt: skip
-"""What a key or a value may be called."""
+"""Hostile names of keys and values."""
 
 
 @pytest.mark.parametrize("text", TEXTS)

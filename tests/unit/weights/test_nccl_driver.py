@@ -1,4 +1,4 @@
-"""What the process of a rank says where the GPU's driver is missing, or a device is not seen: with a cupy of ours."""
+"""Errors of a rank's process when the GPU's driver is missing, or a device is not seen; cupy is a stand-in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULE = "meshrl.weights.nccl.libraries.cupy"
 
 
 class CUDARuntimeError(RuntimeError):
-    """What cupy raises."""
+    """The error that cupy raises."""
 
 
 def library(monkeypatch: pytest.MonkeyPatch, count: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What leaves the trainer, and who is lost at which bucket, with a channel to each replica or one to all."""
+"""Bytes sent by the trainer, and replicas lost at a bucket, with a channel to each replica or one to all."""
 
 from __future__ import annotations
 

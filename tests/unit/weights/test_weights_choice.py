@@ -56,7 +56,7 @@ class OnThisHost(WireCarrier):
 
 
 class Worker:
-    """What a delivery is for, as far as the choice of a carrier looks at it."""
+    """A delivery's target, as far as the choice of a carrier looks at it."""
 
     def __init__(self, host: str, *carriers: str, generation: int = 1) -> None:
         self.peer = Peer(name="worker", host=host, carriers=carriers)
@@ -64,7 +64,7 @@ class Worker:
 
 
 def simulated(*failing: str, directory: str = "") -> auto.Carrier:
-    """Of a trainer with `auto`, whose carriers move nothing; those that fail have no room for any version."""
+    """Carrier `auto` of a trainer whose carriers move nothing; those in `failing` have no room for a version."""
 
     def load(config: WeightsConfig, paths: RunPaths) -> Pairs:
         wires, carrier = Wires(), config.carrier
