@@ -14,10 +14,10 @@ RUN_BYTES = 200
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """Upper limits for one run: the client that opens it sends its bounds, and these limit them."""
+    """Limits of one queue: on its runs, and on the bounds that a client may set for a run that it opens."""
 
     runs: int = 1000
-    """In all; whoever opens runs may open three quarters of them, the operator all."""
+    """Runs of the queue; a client may open three quarters of them, the operator all."""
     resident_rows: int = 4_000_000
     """Rows that admission may let into a run."""
     resident_bytes: int = 1 << 40
