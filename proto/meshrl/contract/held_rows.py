@@ -50,7 +50,7 @@ class HeldLeases:
         self.began: Callable[[], None] = lambda: None
         """Called when there is something to renew again; the renewing code sets it."""
         self.period_s = FIRST_TTL_S / RENEWALS
-        """Between two renewals."""
+        """Seconds between two renewals."""
         self._rows: dict[Uid, int] = {}
         self._lock = threading.Lock()
 

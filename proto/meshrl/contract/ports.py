@@ -333,7 +333,7 @@ class DeviceReceiver(Protocol):
     """A replica's end of a channel whose bytes can arrive in memory of a device that another process has lent."""
 
     memory: str
-    """Whose handles it opens: cuda, or stub."""
+    """Kind of the handles that it opens: cuda, or stub."""
     gpu: str
     """The device, by its PCI address."""
 

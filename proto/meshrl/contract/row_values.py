@@ -43,7 +43,7 @@ class ValueFault(NamedTuple):
     """A value that a column must not have."""
 
     row: int
-    """Which of the rows that were looked at has it."""
+    """Its place among the checked rows."""
     problem: str
     """Names the column and the value, and says what is right."""
 

@@ -52,7 +52,7 @@ KIND_CHARS = 200
 KINDS = 16
 """Most kinds of failures that are logged, each once; all of them are counted in the queue."""
 IDLE_PAUSE_S = 2.0
-"""Between two calls to an empty queue whose feed is closed: a rewind may still bring rows back."""
+"""Pause between two calls to an empty queue whose feed is closed: a rewind may still bring rows back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Intake:
     """Rows of a lease that one call of the handler gets; `group`: those of one group. `batch`: exactly `limit` rows
     are leased, and only when none is held, so that the same rows share a call in every execution."""
     more: Callable[[int], int] | None = None
-    """From the number of held rows to how many more may be leased, besides `limit`; asked again at every `wake`."""
+    """Rows that may be leased besides `limit`, from the number of held rows; asked again at every `wake`."""
     version: Callable[[], Version] | None = None
     """The version of the engine that samples the rows (`Queue.lease`)."""
 

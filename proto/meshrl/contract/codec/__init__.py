@@ -1,4 +1,4 @@
-"""Between contract types and protobuf messages.
+"""Conversion between contract types and protobuf messages.
 
 Whatever is wrong with a value or a message ends in a UserError that names the type, never in a TypeError from deep
 inside. Decoded arrays are read-only.

@@ -318,7 +318,7 @@ class Bulk(Generic[M]):
 
 
 def parser(kind: type[M]) -> Callable[[bytes], Bulk[M]]:
-    """For gRPC: what a generated stub would be given `kind.FromString` for. Raises DecodeError.
+    """The deserialiser for gRPC, in place of the generated stub's `kind.FromString`. Raises DecodeError.
 
     Its counterpart for sending is `Bulk.SerializeToString`.
     """

@@ -437,7 +437,7 @@ _CODECS: dict[tuple[type, str], Codec[Any, Any]] = {}
 
 
 class Codec(Generic[T, M]):
-    """Between one type and its message."""
+    """Conversion between one type and its message."""
 
     def __init__(
         self,

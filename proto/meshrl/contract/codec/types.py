@@ -55,7 +55,7 @@ def encode_picture(media: Media) -> pb.Media:
 
 @decoder
 def decode_media(messages: Iterable[pb.Media], *, names: bool = False) -> tuple[Media, ...]:
-    """In order; with `names` some without data. Raises UserError for a name that is not its data's."""
+    """Pictures in order; with `names` some lack data. Raises UserError for a name that is not its data's."""
     return tuple([_media(each, names=names) for each in messages])
 
 
@@ -185,7 +185,7 @@ TRAINER_STATUS: Final = Codec(TrainerStatus, trainer_pb2.TrainerStatus, given={"
 
 
 def pack_task(task: Task) -> PackedTask:
-    """In the bytes in which it came, if it did; nobody looks into them before the `task` is asked for.
+    """The task as bytes, those in which it came if there are any; they are decoded only when `task` is asked for.
 
     Raises UserError when `ground_truth` or `extra_info` is not JSON.
     """

@@ -123,7 +123,7 @@ class RowBlock:
         return rows, [len(row) for row in rows]
 
     def places(self, frame: Frame) -> tuple[int, ...]:
-        """Which of these rows a frame of them has, in its order."""
+        """The places in this block of a frame's rows, in the frame's order."""
         return tuple(range(len(self))) if frame.places is None else frame.places
 
 
@@ -329,7 +329,7 @@ class Batch:
 
     @classmethod
     def of_rows(cls, rows: Sequence[BatchRow], *, batch_id: str, run: str, step: int) -> Batch:
-        """From rows; those of one group stand next to each other."""
+        """Make a batch of rows; those of one group stand next to each other."""
         groups = [list(members) for _, members in groupby(rows, lambda row: row.group)]
         return cls(
             batch_id=batch_id,

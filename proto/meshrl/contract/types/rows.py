@@ -150,7 +150,7 @@ class Media:
     sha256: str
     """SHA-256 of `data` in 64 hexadecimal digits: the picture's name."""
     data: bytes = field(repr=False)
-    """As its file has it: PNG, JPEG and what else Pillow reads. Empty where only the name is said."""
+    """The file's bytes: PNG, JPEG and what else Pillow reads. Empty if only the name is given."""
     kind: str = "image"
 
     @classmethod
@@ -273,7 +273,7 @@ class Trajectory:
     rollout_times: tuple[float, float] | None = None
     """When its sampling began and ended, seconds since 1970; None where nobody noted it."""
     reward_times: tuple[float, float] | None = None
-    """As `rollout_times`, of its score."""
+    """Start and end of its scoring, as in `rollout_times`."""
     data_source: str = ""
     """The task's data source, once the row has a reward."""
     conversation: tuple[Mapping[str, Json], ...] = ()
@@ -287,7 +287,7 @@ class Trajectory:
     row_media: tuple[Media, ...] | None = None
     """As its column says it, some without data; `contract.rows.with_media` makes `media` of it. None: its task's."""
     replica: str = ""
-    """Who sampled it: the rollout worker's name. Where several did, one going on from another, the last of them."""
+    """Name of the rollout worker that sampled it; of several workers that continued each other's work, the last."""
 
     @property
     def prompt_length(self) -> int:

@@ -166,7 +166,7 @@ class PostedReward:
     components: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> Json:
-        """For a column, and for a judge's `extra_info`."""
+        """The reward as JSON, for a column and for a judge's `extra_info`."""
         return {"score": self.score, "components": dict(self.components)}
 
 
