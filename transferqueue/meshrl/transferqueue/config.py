@@ -114,7 +114,7 @@ class QueueConfig(Config):
         )
 
     def check(self, machine: Machine, *, samples: int) -> Iterator[Problem]:
-        """That the store has its packages, and groups of `samples` rows can be complete."""
+        """Problems: missing packages of the store, and groups of `samples` rows that can never be complete."""
         yield from check_required(("queue", "store"), STORES, self.store, machine)
         if self.group_policy == "k_of_n" and not 0 < self.group_k <= samples:
             yield (

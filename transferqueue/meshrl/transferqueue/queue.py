@@ -98,7 +98,7 @@ class QueueOptions(TypedDict, total=False):
     cache_bytes: int
     """Frames that are kept in RAM as well; see RecentFrames."""
     recovery_pause_s: float
-    """Between two attempts to read back a store that cannot be read."""
+    """Pause between two attempts to read back a store that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +106,7 @@ class Heartbeat:
     """One stream by which a worker says that it lives."""
 
     began: float
-    """In seconds of the event loop's clock."""
+    """Start, in seconds of the event loop's clock."""
     serves: Callable[[str], bool]
     """Whether the worker's leases of the stage of this name end with the stream."""
 
@@ -390,7 +390,7 @@ class TransferQueue(HeartbeatQueue):
                 del self._attended[worker]
 
     def end_no_lease(self) -> None:
-        """From now on the queue cannot receive renewals: let no lease expire."""
+        """Let no lease expire from now on: the queue cannot receive renewals."""
         self._expiry.stop()
 
     @override
@@ -563,7 +563,7 @@ class TransferQueue(HeartbeatQueue):
 
     @override
     async def dead_letters(self, run: str) -> Sequence[DeadLetter]:
-        """In the order in which the rows died."""
+        """The run's dead letters, in the order in which the rows died."""
         rows = list(self._run(run).dead_letters.values())
         await self._commit_log.flush()
         keys = [task_key(row.run_number, row.group) for row in rows]

@@ -84,7 +84,7 @@ class Store(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages: which store, and where."""
+        """Name of the store and its place, for messages."""
         ...
 
     async def load(self) -> Sequence[tuple[bytes, bytes]]:
@@ -182,7 +182,7 @@ class RecentFrames:
     """
 
     def __init__(self, limit: int) -> None:
-        """At most `limit` bytes."""
+        """Keep at most `limit` bytes."""
         self._limit = limit
         self._frames: dict[bytes, bytes] = {}
         self._nbytes = 0
@@ -227,7 +227,7 @@ class Durations:
         self.total_s += seconds * times
 
     def cumulative(self) -> list[tuple[float, int]]:
-        """For each bound, and infinity: how many durations are not longer."""
+        """The number of durations up to each bound, and up to infinity."""
         total = 0
         counts: list[tuple[float, int]] = []
         for bound, count in zip((*BOUNDS_S, float("inf")), self.counts, strict=True):
@@ -319,7 +319,7 @@ class CommitLog:
         self.ended: asyncio.Future[UnavailableError] = asyncio.get_running_loop().create_future()
         """Done when the store is lost to this queue."""
         self.commit_s = Durations()
-        """From the start of a commit to its acknowledgement."""
+        """Durations from the start of a commit to its acknowledgement."""
         self._on_committed = on_committed
 
     def touch(self, record: Record) -> None:

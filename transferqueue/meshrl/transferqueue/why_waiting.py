@@ -119,7 +119,7 @@ DUE = "would be too old at the next step"
 
 
 def take_due(run: Run, count: int, step: int) -> tuple[int, int]:
-    """As `due_groups`, once enough others are complete."""
+    """The result of `due_groups`, once enough other groups are complete; else (-1, 0)."""
     if len(run.complete) < count:
         return -1, 0
     return run.due_groups(run.sampled(step), count)

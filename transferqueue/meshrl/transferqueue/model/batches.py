@@ -260,7 +260,7 @@ class TrainerVerbs(WorkerVerbs):
         self.in_batches += 1
 
     def fresh_enough(self, step: int, count: int) -> list[Group]:
-        """At most the next `count` complete groups in order; groups that are too old leave first."""
+        """The next complete groups in order, at most `count`; groups that are too old leave first."""
         while True:
             groups = [self.groups[number] for number in self.complete.first(count)]
             stale = [group for group in groups if self.too_old(group, step)]

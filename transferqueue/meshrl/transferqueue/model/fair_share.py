@@ -202,7 +202,7 @@ class Division:
         return -(-self._left(rows) * part.pace // self._open_pace)
 
     def _left(self, rows: int) -> int:
-        """For the workers that are not full."""
+        """Rows left for the workers that are not full."""
         return rows - self._full_slots
 
     def _move(self, heap: list[tuple[float, int, _Sharer]], part: _Sharer, *, full: bool) -> None:

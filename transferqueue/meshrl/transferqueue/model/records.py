@@ -133,7 +133,7 @@ class KnownTasks:
                 self._commit_log.delete(Table.META, self._prefix + task_id.encode())
 
     def restore(self, items: Iterable[tuple[bytes, int]]) -> None:
-        """From the stored records: key and group number of each."""
+        """Restore the numbers from the stored records: key and group number of each."""
         self._numbers = {key[len(self._prefix) :].decode(): number for key, number in items}
 
     def restore_departed(self, needed: Container[str]) -> None:
@@ -216,13 +216,13 @@ class RunLedger:
         )
 
     def totals(self) -> Json:
-        """As stored: everything but the resident rows."""
+        """The stored totals: all counts but the resident rows."""
         exits = {exit_.value: dict(reasons) for exit_, reasons in self.exits.items()}
         return {"admitted": self.admitted, **exits}
 
     @classmethod
     def restored(cls, totals: Json) -> RunLedger:
-        """From stored totals; the resident rows are counted as their groups are restored."""
+        """The ledger of stored totals; resident rows are counted as their groups are restored."""
         ledger = cls()
         ledger.admitted = totals["admitted"]
         for exit_ in Exit:
@@ -290,7 +290,7 @@ class AuditLog:
             commit_log.touch(self)
 
     def restore(self, older: Json, records: list[tuple[bytes, Json]]) -> None:
-        """From the stored records, in key order."""
+        """Restore from the stored records, in key order."""
         self.older = Counter(older)
         for key, entries in records:
             number = int.from_bytes(key[5:], "big")

@@ -261,7 +261,7 @@ class ResidentRows:
         return self._expiry.now() + self.spec.lease_ttl_s
 
     def seconds_left(self, grant: Grant) -> float:
-        """Until the grant expires."""
+        """Seconds until the grant expires."""
         return grant.deadline - self._expiry.now()
 
     # --- records

@@ -125,7 +125,7 @@ def joined_specs(old: RunSpec, new: RunSpec) -> RunSpec:
 
 
 def encode_spec(spec: RunSpec) -> Json:
-    """As JSON; an infinite staleness is null."""
+    """The spec as JSON; an infinite staleness is null."""
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(RunSpec)}
     fields["stages"] = [[stage.name, stage.reads, stage.writes] for stage in spec.stages]
     fields["max_staleness"] = None if spec.max_staleness == float("inf") else spec.max_staleness

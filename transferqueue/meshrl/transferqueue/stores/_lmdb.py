@@ -136,7 +136,7 @@ def recover_unsynced(path: Path) -> None:
 
 
 def mark_unsynced(path: Path) -> None:
-    """From now on commits at `path` may be in the page cache only."""
+    """Mark that commits at `path` may be in the page cache only, from now on."""
     fresh = path / f"{MARK}.tmp"
     with fresh.open("wb") as file:
         file.write(boot_id() + xxhash.xxh3_64_digest(b""))

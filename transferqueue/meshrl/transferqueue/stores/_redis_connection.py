@@ -166,7 +166,7 @@ class RedisConnection:
     async def _stay_subscribed(
         self, channel: str, subscribed: asyncio.Event, timeout_s: float
     ) -> None:
-        """Until cancelled. waits for: the loss of the connection. produces: a subscription that other queues see."""
+        """Stay subscribed until cancelled. waits for: a lost connection. produces: a subscription seen by queues."""
         clock = asyncio.get_running_loop().time
         give_up_at = clock() + timeout_s
         while True:

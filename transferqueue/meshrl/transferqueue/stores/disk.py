@@ -108,7 +108,7 @@ class DiskStore:
         self._exporting = asyncio.Lock()
         """Held while an export copies the file; taken before `_exclusive`."""
         self._format = 0
-        """As stored; 0 before the first commit."""
+        """The stored format; 0 before the first commit."""
         self._length = 0
         """Bytes that the file has at least."""
 
@@ -146,7 +146,7 @@ class DiskStore:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the store and its path, for messages."""
         return f"queue store {self._path}"
 
     def check_room(self, nbytes: int) -> None:

@@ -64,7 +64,7 @@ PART_BYTES: Final = 64 << 20
 PIECE_BYTES: Final = 8 << 20
 """The size of one piece of an export."""
 _SPOOLED: Final = struct.Struct("<BIQ")
-"""Before each record of an export's file: its table, the bytes of its key and of its value."""
+"""Header of each record in an export's file: table, bytes of the key, bytes of the value."""
 READ_KEYS: Final = 1024
 SCAN_RECORDS: Final = 2000
 
@@ -78,7 +78,7 @@ class Timing:
     restart_s: float = 30.0
     """How long a commit waits for a Redis that restarts or fails over; then it is refused. The queue tries on."""
     ask_memory_every_s: float = 1.0
-    """Between two questions for the free memory of Redis; bytes written meanwhile are subtracted."""
+    """Pause between two requests for Redis' free memory; bytes written meanwhile are subtracted."""
 
 
 class RedisStore:
@@ -110,7 +110,7 @@ class RedisStore:
         self._free: float = float("inf")
         self._used = 0
         self._fault = ""
-        """Which of its settings promises less than what was promised; empty: none."""
+        """The Redis setting that keeps less than the promised durability; empty: none."""
         self._ask_memory_at = 0.0
         """When to ask for `_free`, `_used` and `_fault` again; event loop time."""
         self._asking: asyncio.Task[None] | None = None
@@ -119,7 +119,7 @@ class RedisStore:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the store, its server and its prefix, for messages."""
         return f"queue store {self._connection.name} {self._keys.prefix}"
 
     # --- the port
@@ -428,7 +428,7 @@ class RedisStore:
         self._ask_memory_at = now + self._timing.ask_memory_every_s
 
     async def _ask_again(self) -> None:
-        """For those who were refused; a Redis that cannot be asked is told of by those who commit."""
+        """Ask for free memory again after a refusal; commits report a Redis that does not answer."""
         with suppress(MeshError):
             await self._ask_free_memory()
 
