@@ -136,7 +136,7 @@ def build_judge(config: RewardConfig) -> PoolJudge | CompositeJudge:
 
 
 def judge_of(rule: RewardRule, config: RewardConfig) -> PoolJudge | CompositeJudge:
-    """As `build_judge`, with a rule that has been read. Raises ConfigError."""
+    """Build the judge of `build_judge` for a rule that has been read. Raises ConfigError."""
     functions = PoolJudge(rule, config) if rule.functions else None
     if functions is not None and not config.judges:
         return functions
@@ -180,7 +180,7 @@ def _build(config: JudgeConfig, build: Any, options: Any) -> StartableJudge:
 
 
 POSTED: Final = "posted_reward"
-"""In a sample's `extra_info`: `{"score": number, "components": {name: number}}`. Stored with the row, so that it
+"""Key in `extra_info` of `{"score": number, "components": {name: number}}`. Stored with the row, so that it
 also counts when rows are scored again."""
 
 

@@ -131,7 +131,7 @@ class Interpreters:
         self._requests = b""
 
     def serve(self) -> None:
-        """Until the requests end."""
+        """Answer requests until there are no more."""
         os.set_blocking(0, False)
         self._selector.register(0, selectors.EVENT_READ)
         while True:

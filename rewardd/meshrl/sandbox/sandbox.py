@@ -40,7 +40,7 @@ NOBODY = 65534
 """User that a function runs as when the service runs as root."""
 PROBE_S = 10.0
 AS_MODULE = (sys.executable, "-P", "-m")
-"""Before a module's name where the environment is empty."""
+"""Command words before a module's name, where the environment is empty."""
 
 
 class Isolation(StrEnum):

@@ -323,7 +323,7 @@ def _stream_pair() -> list[bytes]:
 
 
 def _no_address() -> list[bytes]:
-    """To the other end of a pair only: the fifth argument is a null pointer."""
+    """Allow sending only to the other end of a pair: the fifth argument is a null pointer."""
     return [
         _load(4),
         _op(JUMP_EQUAL, 0, 0, 2),

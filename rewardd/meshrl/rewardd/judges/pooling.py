@@ -22,7 +22,7 @@ class Config(RemoteJudgeConfig):
     model: str
     """The name that the server serves it under."""
     class_index: NonNegativeInt = 0
-    """Which output is the score."""
+    """Index of the output that is the score."""
     use_activation: bool = False
     """True: a probability instead of the raw output."""
 

@@ -508,6 +508,6 @@ def _score(message: Json, item: _PoolSample, reward_hash: str) -> Score | None:
 
 
 def _recipe_sandbox(rule: RewardRule, config: RewardConfig) -> Sandbox:
-    """At level `strict` functions see the folders of their files, so that they can import from them."""
+    """The sandbox of the rule's functions; at level `strict` they see the folders of their files, for imports."""
     folders = {Path(function.path).parent for function in rule.functions if function.source}
     return open_sandbox(config.recipe_sandbox, config.recipe_limits, readable=sorted(folders))

@@ -71,7 +71,7 @@ class RewardRule:
         return _digest(json.dumps([*content, *self.judges], sort_keys=True, default=str))
 
     def to_json(self) -> Json:
-        """For the scoring process."""
+        """The functions as JSON, for the scoring process."""
         return [asdict(function) for function in self.functions]
 
     @classmethod

@@ -131,7 +131,7 @@ class ActiveRewardJudge(Judge):
         return scores
 
     async def score_with(self, version: str, samples: Sequence[Sample]) -> Sequence[Score]:
-        """As `score`, by `version`. Raises NotFoundError."""
+        """Score the samples with `version`, otherwise as `score` does. Raises NotFoundError."""
         async with self._cache.borrow(version) as judge:
             return await score_unposted(judge, samples)
 

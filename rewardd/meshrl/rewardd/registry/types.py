@@ -51,7 +51,7 @@ class Submission:
     limits: Mapping[str, float] = field(default_factory=dict)
     """Lower limits than `reward.limits`, by the names of `Limits`; part of the version."""
     note: str = ""
-    """For people."""
+    """A remark for people."""
     point: bool = True
     """Whether `name` points to it at once; False stores it for a comparison or a later roll-forward."""
 
@@ -78,7 +78,7 @@ class Manifest:
         return self.content.endswith(".whl")
 
     def to_json(self) -> dict[str, Any]:
-        """As stored on disk."""
+        """The manifest as stored on disk."""
         return asdict(self)
 
     @classmethod
@@ -170,7 +170,7 @@ class Name:
         return replace(self, history=tuple(kept))
 
     def to_json(self) -> Json:
-        """As stored on disk."""
+        """The record as stored on disk."""
         return asdict(self)
 
     @classmethod

@@ -28,7 +28,7 @@ EXPONENT = re.compile(r"[\^_]\d+")
 HASHES = re.compile(r"(?<!#)####(?!#)")
 SPACED = re.compile(r"(?<![\d.,/])[1-9]\d{0,2}(?: \d{3}){1,6}(?![\d/.,]| \d)")
 MOST_CHARACTERS = 400
-"""After a mark: an answer is short."""
+"""Most characters that are read after a mark: an answer is short."""
 LEAD = re.compile(
     r"^(?:[\s*_`:({\[$]|\\\(|\\\[|\\(?:boxed|text|mathbf|textbf)\{|"
     r"(?:the|final|answer|is|USD|EUR|GBP)\b|[a-zA-Z][a-zA-Z ]{0,30}[:=]|['\"“‘])+",

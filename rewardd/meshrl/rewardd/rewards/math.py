@@ -21,7 +21,7 @@ REQUIRES = ("math-verify", "latex2sympy2_extended", "sympy", "mpmath")
 
 
 MOST_FORMULAS = 8
-"""From the end, that are looked at before math-verify computes them."""
+"""Most formulas, counted from the end, that are looked at before math-verify computes them."""
 
 
 class Config(config.Config):
