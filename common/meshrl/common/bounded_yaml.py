@@ -12,6 +12,8 @@ TEXT_OF_A_VALUE: Final = 64
 """Characters of a text that count as one more value."""
 MOST_DEPTH: Final = 100
 """Levels of sections and lists."""
+MOST_DIGITS: Final = 1000
+"""Characters of a whole number: 1:1:1… takes long to work out, and 0xff… has more digits than Python prints."""
 
 
 class BoundedLoader(yaml.SafeLoader):
@@ -38,6 +40,8 @@ class BoundedLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """The value of `node`; one that its tag cannot be, such as `!!int x`, is a `yaml.YAMLError`, too."""
         try:
+            if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:
+                raise ValueError
             return super().construct_object(node, deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             problem = (

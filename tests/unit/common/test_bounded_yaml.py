@@ -38,6 +38,8 @@ HOSTILE = {
     "long text": (LONG, "aliases repeat"),
     "an integer": ('run: !!int "abc"\n', "is no int"),
     "digits": ("run: " + "9" * 5000 + "\n", "is no int"),
+    "sixties": ("run: !!int 1" + ":1" * 100_000 + "\n", "is no int"),
+    "sixteens": ("run: !!int 0x" + "f" * 5000 + "\n", "is no int"),
     "a date": ("run: !!timestamp x\n", "is no timestamp"),
     "a truth": ("run: !!bool x\n", "is no bool"),
     "no integer": ('run: !!int ""\n', "is no int"),
