@@ -11,7 +11,19 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    Sequence,
+    Set,
+    Sized,
+    ValuesView,
+)
+from itertools import chain
 from typing import Any
 
 from meshrl.contract.errors import UserError
@@ -25,9 +37,26 @@ MOST_S = 30.0
 MOST_WIDTH, MOST_BITS = 1000, 1 << 14
 """Limits of a field's width or an indentation, and of the bits of a whole number."""
 WIDTHS = frozenset(
-    ["batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "tojson", "zfill"]
+    (
+        *("batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "tojson"),
+        *("urlize", "wordwrap", "zfill"),
+    )
 )
-"""Filters and methods that make something as large as a number says."""
+"""Filters and methods that make something as large as a number says, or repeat a text."""
+TEXTS = frozenset(["join", "pprint", "string", "tojson", "urlencode", "xmlattr"])
+"""Filters that make a text of all that is in what they get."""
+SHALLOW = frozenset(
+    (
+        *("batch", "count", "d", "default", "first", "items", "last", "length", "list", "map"),
+        *("random", "reject", "rejectattr", "reverse", "select", "selectattr", "slice"),
+    )
+)
+"""Filters that look at no more than the first level of what they get."""
+UNSAFE = frozenset(["encode", "to_bytes", "translate"])
+"""Methods that no template needs, which make what nothing else here bounds."""
+CONTAINERS = (list, tuple, Mapping, Set, KeysView, ValuesView, ItemsView)
+ITEM = 8
+"""Characters that each item of a list counts for where all of it is looked at."""
 UNBOUND = re.compile(r"\d{5}|\*|\{[^{}]*:[^{}]*\{")
 """In a format: a width of more than four digits, or one that only the values say."""
 
@@ -59,6 +88,7 @@ class _Work(threading.local):
     """The units and the time that the rendering on this thread has left."""
 
     left, until = MOST, float("inf")
+    containers: tuple[type, ...] = CONTAINERS
 
     def begin(self) -> None:
         self.left, self.until = MOST, time.monotonic() + MOST_S
@@ -82,28 +112,73 @@ class _Work(threading.local):
             self.add(STEP)
             yield item
 
+    def size(self, value: Any, known: dict[int, int] | None = None) -> int:
+        """Characters and items of all that is in `value`, as often as it is there.
+
+        A list that has another one twice is large for whatever prints or compares it, not in memory.
+        """
+        if isinstance(value, str):
+            return len(value)
+        if not isinstance(value, self.containers):
+            return ITEM
+        known = {} if known is None else known
+        if id(value) not in known:
+            known[id(value)] = 0
+            inside = value if isinstance(value, CONTAINERS) else value._Namespace__attrs
+            if isinstance(inside, Mapping):
+                inside = inside.items()
+            if isinstance(inside, ItemsView):
+                inside = chain.from_iterable(inside)
+            known[id(value)] = ITEM + sum(self.size(each, known) for each in inside)
+        if not known[id(value)]:
+            raise OverflowError("it looks at a namespace that stands in itself")
+        return known[id(value)]
+
+    def looked_at(self, value: Any) -> Any:
+        """`value`, all of which may be looked at."""
+        if isinstance(value, self.containers):
+            self.add(0)
+            if (size := self.size(value)) > MOST:
+                raise OverflowError(f"it looks at {size} characters and items, {MOST} is the most")
+        return value
+
+    def written(self, value: Any) -> Any:
+        """`value`, of which a text is going to be made."""
+        self.add(STEP + self.size(value))
+        return value
+
     def before(self, name: str, text: Any, arguments: Sequence[Any]) -> None:
         """Ends the rendering before the filter or method `name` makes something large at once."""
+        if name in TEXTS:
+            self.written(text)
+        if name not in SHALLOW:
+            self.looked_at(text)
+        for each in arguments:
+            self.looked_at(each)
+        if name == "sum" and any(isinstance(each, self.containers) for each in arguments):
+            raise OverflowError("it sums lists")
         if name in WIDTHS:
-            for width in (each for each in arguments if isinstance(each, int)):
+            widths = [len(each) if isinstance(each, str) else each for each in arguments]
+            for width in (each for each in widths if isinstance(each, int)):
                 if width > MOST_WIDTH:
                     raise OverflowError(f"{name} with {width}, {MOST_WIDTH} is the most")
                 if isinstance(text, str):
                     self.add(width * (1 + text.count("\n") + text.count("\t")))
         elif isinstance(text, str) and name in ("format", "format_map"):
-            self.formats(text)
+            self.formats(text, arguments)
         elif isinstance(text, str) and name == "replace" and len(arguments) > 1:
             self.add(text.count(str(arguments[0])) * len(str(arguments[1])))
 
-    def formats(self, text: str) -> None:
+    def formats(self, text: str, values: Sequence[Any]) -> None:
         if UNBOUND.search(text):
             raise OverflowError(f"it formats without a bound: {text[:40]!r}")
+        widest = max(map(int, re.findall(r"\d+", text)), default=0)
+        self.add((text.count("%") + text.count("{")) * (widest + sum(map(self.size, values))))
 
     def joins(self, items: Iterable[Any], between: Any) -> list[Any]:
         """`items`, which are going to be one text with `between` between them."""
         parts = list(self.each(items))
-        lengths = [len(part) if isinstance(part, str) else STEP for part in parts]
-        self.add(sum(lengths) + len(parts) * len(str(between)))
+        self.add(self.size(parts) + len(parts) * len(str(between)))
         return parts
 
 
@@ -116,7 +191,7 @@ def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         first, value, rest = arguments[:skipped], arguments[skipped], arguments[skipped + 1 :]
-        if name == "join" and "attribute" not in named and len(rest) < 2:
+        if name == "join":
             value = _work.joins(value, rest[0] if rest else named.get("d", ""))
         _work.before(name, value, [*rest, *named.values()])
         return _work.made(function(*first, value, *rest, **named))
@@ -131,17 +206,31 @@ def _sandbox() -> type[Any]:
     from jinja2.compiler import CodeGenerator, Frame
     from jinja2.runtime import Context
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    def told(method: str, node: nodes.Expr) -> nodes.Expr:
+        """`node` with what it gives told to a method of `_Work`."""
+        return nodes.Call(nodes.EnvironmentAttribute(method), [node], [], None, None)
 
     class Counting(CodeGenerator):
         def visit_For(self, node: nodes.For, frame: Frame) -> None:
-            each = nodes.EnvironmentAttribute("each")
-            node.iter = nodes.Call(each, [node.iter], [], None, None)
+            node.iter = told("each", node.iter)
             super().visit_For(node, frame)
 
         def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-            self.write("environment.made(")
+            node.nodes = [told("written", each) for each in node.nodes]
             super().visit_Concat(node, frame)
-            self.write(")")
+
+        def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+            node.expr = told("looked_at", node.expr)
+            for operand in node.ops:
+                operand.expr = told("looked_at", operand.expr)
+            super().visit_Compare(node, frame)
+
+        def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+            for pair in node.items:
+                pair.key = told("looked_at", pair.key)
+            super().visit_Dict(node, frame)
 
         def visit_Output(self, node: nodes.Output, frame: Frame) -> None:
             texts = [child.data for child in node.nodes if isinstance(child, nodes.TemplateData)]
@@ -159,13 +248,22 @@ def _sandbox() -> type[Any]:
 
     @pass_eval_context
     def output(_: nodes.EvalContext, value: Any) -> Any:
-        return _work.made(value) if isinstance(value, str) else value
+        return _work.written(value)
+
+    def looking(test: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(test)
+        def call(*arguments: Any) -> Any:
+            return test(*map(_work.looked_at, arguments))
+
+        return call
+
+    _Work.containers = (*CONTAINERS, Namespace)
 
     class Bounded(ImmutableSandboxedEnvironment):
         code_generator_class = Counting
         template_class = Rendering
         intercepted_binops = frozenset(("+", "*", "**", "%"))
-        add, each, made = _work.add, _work.each, _work.made
+        add, each, looked_at, written = _work.add, _work.each, _work.looked_at, _work.written
 
         def __init__(self, *arguments: Any, **named: Any) -> None:
             _work.begin()  # constants are worked out when a template is compiled
@@ -173,6 +271,7 @@ def _sandbox() -> type[Any]:
             known, self.filters = self.filters, Filters()
             for name, function in known.items():
                 self.filters[name] = function
+            self.tests = {name: looking(test) for name, test in self.tests.items()}
             del self.globals["lipsum"]
             self.finalize = output
 
@@ -183,17 +282,27 @@ def _sandbox() -> type[Any]:
             *arguments: Any,
             **named: Any,
         ) -> Any:
+            if getattr(__function, "__self__", None) is _work:
+                return __function(*arguments)
             method = getattr(__function, "__wrapped__", __function)
             owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
             if isinstance(owner, str) and name == "join" and arguments:
                 arguments = (_work.joins(arguments[0], owner),)
             elif isinstance(owner, str):
                 _work.before(name, owner, [*arguments, *named.values()])
+            for each in (*arguments, *named.values()):
+                _work.looked_at(each)
             return _work.made(super().call(__context, __function, *arguments, **named))
+
+        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+            return attr not in UNSAFE and super().is_safe_attribute(obj, attr, value)
+
+        def getitem(self, obj: Any, argument: Any) -> Any:
+            return super().getitem(obj, _work.looked_at(argument))
 
         def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
             if operator == "%" and isinstance(left, str):
-                _work.formats(left)
+                _work.formats(left, [right])
             elif operator == "*":
                 for items, times in ((left, right), (right, left)):
                     if isinstance(items, Sized) and isinstance(times, int):

@@ -41,6 +41,42 @@ BOMBS = [
     LONG + "{{ ([a] * 100000) | join }}",
     LONG + "{{ ([a] * 100000) | select | join }}",
     LONG + "{{ ''.join([a] * 100000) }}",
+    LONG + "{{ a ~ a ~ a }}",
+    LONG + "{% set f = '%(a)s' * 3000 %}{{ f % {'a': a} }}",
+    LONG + "{{ ([{'a': a}] * 100000) | join(attribute='a') }}",
+    LONG + "{{ ('a' * 10000).translate({97: a}) }}",
+    LONG + "{{ ([a.encode()] * 100000) | first }}",
+    LONG + "{{ ('\n' * 10000) | indent(a) }}",
+    LONG + "{{ ('a ' * 10000) | wordwrap(1, wrapstring=a) }}",
+    "{% set f = '%(a)9999d' * 9999 %}{{ (f % {'a': 1}) | length }}",
+    "{% set f = '{0:>9999}' * 9999 %}{{ f.format(1) | length }}",
+    "{{ (1).to_bytes(10000000000, 'big') | length }}",
+    "{{ ([[1] * 9999] * 9999) | sum(start=[]) | length }}",
+    *[
+        "{% set n = namespace(a=[1], b=[1]) %}{% for i in range(60) %}"
+        "{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}{% endfor %}" + used
+        for used in (
+            "{{ n.a }}",
+            "{{ n.a ~ '' }}",
+            "{{ n.a | string }}",
+            "{{ n.a | tojson }}",
+            "{{ n.a | pprint | length }}",
+            "{{ {'a': n.a}.items() }}",
+            "{{ '%s' % n.a }}",
+            "{{ '%s' | format(n.a) }}",
+            "{{ '{}'.format(n.a) }}",
+            "{{ n.a == n.b }}",
+            "{{ n.a in [n.b] }}",
+            "{{ n.a is eq n.b }}",
+            "{{ [n.a] | select('eq', n.b) | list }}",
+            "{{ [n.a, n.b] | sort | length }}",
+            "{{ [n.a, n.b].index(n.b) }}",
+        )
+    ],
+    "{% set n = namespace(a=(1,)) %}{% for i in range(60) %}{% set n.a = (n.a, n.a) %}{% endfor %}{{ {n.a: 1} }}",
+    "{% set n = namespace(a=(1,)) %}{% for i in range(60) %}{% set n.a = (n.a, n.a) %}{% endfor %}{{ {}[n.a] }}",
+    "{% set n = namespace(a=1) %}" + "{% set n = namespace(a=[n, n]) %}" * 60 + "{{ n }}",
+    "{% set n = namespace(a=1) %}{% set n.a = [n] %}{{ n }}",
 ]
 USUAL = """
 {%- for m in messages %}{{ loop.index }}/{{ loop.length }} {{ m.role | upper }}: {{ m['content'] | trim ~ '!' }}
