@@ -124,7 +124,7 @@ class _Work(threading.local):
         known = {} if known is None else known
         if id(value) not in known:
             known[id(value)] = 0
-            inside = value if isinstance(value, CONTAINERS) else value._Namespace__attrs
+            inside: Any = getattr(value, "_Namespace__attrs", value)
             if isinstance(inside, Mapping):
                 inside = inside.items()
             if isinstance(inside, ItemsView):
@@ -208,7 +208,7 @@ def _sandbox() -> type[Any]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import Namespace
 
-    def told(method: str, node: nodes.Expr) -> nodes.Expr:
+    def told(method: str, node: Any) -> nodes.Expr:
         """`node` with what it gives told to a method of `_Work`."""
         return nodes.Call(nodes.EnvironmentAttribute(method), [node], [], None, None)
 
@@ -271,7 +271,8 @@ def _sandbox() -> type[Any]:
             known, self.filters = self.filters, Filters()
             for name, function in known.items():
                 self.filters[name] = function
-            self.tests = {name: looking(test) for name, test in self.tests.items()}
+            tests: dict[str, Any] = self.tests
+            self.tests = {name: looking(test) for name, test in tests.items()}
             del self.globals["lipsum"]
             self.finalize = output
 

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import re
 import socket
+import stat
 import struct
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
@@ -173,13 +174,15 @@ def trusts_network() -> bool:
 def disconnect(peers: Iterable[str]) -> None:
     """End this process's connections with `peers`, `host:port`, whoever in it has opened them; see shutdown(2)."""
     wanted = {_endpoint(*peer.rpartition(":")[::2]) for peer in peers}
-    for descriptor in Path("/dev/fd").iterdir():
+    for descriptor in [int(entry.name) for entry in Path("/dev/fd").iterdir()]:
         try:
-            with socket.socket(fileno=os.dup(int(descriptor.name))) as each:
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue  # `socket` would refuse its copy, and leave that open
+            with socket.socket(fileno=os.dup(descriptor)) as each:
                 of_network = each.family in (socket.AF_INET, socket.AF_INET6)
                 if of_network and _endpoint(*each.getpeername()[:2]) in wanted:
                     each.shutdown(socket.SHUT_RDWR)
-        except OSError:  # no socket, or not connected
+        except OSError:  # not connected, or closed meanwhile
             continue
 
 

@@ -1,11 +1,14 @@
-"""Calls to this machine and the proxies of a company's environment."""
+"""Calls to this machine and the proxies of a company's environment; connections that are ended."""
 
 from __future__ import annotations
+
+import socket
+from pathlib import Path
 
 import httpx
 import pytest
 
-from meshrl.common.sockets import reach_directly
+from meshrl.common.sockets import disconnect, join_address, reach_directly
 from meshrl.rewardd.client import RewardClient
 
 LOOPBACK = "localhost,127.0.0.1,::1"
@@ -49,3 +52,22 @@ def test_clients_of_the_mesh_s_http_services_use_no_proxy_of_the_environment(
             asked = httpx.URL(url)
             assert direct._http._transport_for_url(asked) is direct._http._transport
             assert told._http._transport_for_url(asked) is not told._http._transport
+
+
+def test_a_connection_is_ended_and_no_descriptor_stays_open(tmp_path: Path) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as caller,
+        socket.create_connection(listener.getsockname()) as other,
+        listener.accept()[0],
+        listener.accept()[0],
+        (tmp_path / "file").open("w"),
+    ):
+        before = set(Path("/dev/fd").iterdir())
+        for _ in range(3):
+            disconnect([join_address(*caller.getsockname())])
+        assert set(Path("/dev/fd").iterdir()) == before
+        assert caller.recv(1) == b""
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.recv(1)
