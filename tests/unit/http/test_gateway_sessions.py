@@ -22,6 +22,7 @@ from meshrl.contract.types import POSTED_REWARD, SamplingParams, Task, Uid
 from meshrl.http.gateway.answers import AnswerFormat
 from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.models import ChatBody, CompletionBody
+from meshrl.http.gateway.responses import ResponsesBody, SaidBefore
 from meshrl.http.gateway.serving import gateway_of
 from meshrl.http.gateway.sessions import MOST_TOLD, SessionTable, address
 from meshrl.rollout.agents.requests import SessionAnswer
@@ -253,3 +254,22 @@ async def test_a_request_belongs_to_the_conversation_that_its_header_names(tmp_p
     session.conversation = "b"
     row = session.rollout().trajectory
     assert row.tokens[row.loss_mask.astype(bool)].tolist() == engine.sampled[1][0]
+
+
+def test_messages_that_come_with_each_request_are_kept_once() -> None:
+    before, none = SaidBefore(), np.zeros(0, dtype=np.int32)
+    for turn in range(3):
+        told = [{"role": "user", "content": f"{number}"} for number in range(turn + 1)]
+        body = ResponsesBody.model_validate({"input": told})
+        answer = SessionAnswer(
+            text="yes",
+            tail="",
+            finish_reason="stop",
+            prompt_tokens=1,
+            tokens=none,
+            logprobs=none.astype(np.float32),
+        )
+        before.keep(f"answer {turn}", body.messages(), answer)
+    kept = [before.up_to(f"answer {turn}") for turn in range(3)]
+    assert [message["content"] for message in kept[2]] == ["0", "1", "2", "yes"]
+    assert len({id(message) for messages in kept for message in messages}) == 4

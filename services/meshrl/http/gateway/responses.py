@@ -33,6 +33,7 @@ from meshrl.rollout.agents.requests import (
 )
 from meshrl.rollout.conversation import ChatMessage
 from meshrl.rollout.tokenizer import Tokenizer
+from meshrl.rpc.credentials import sha256
 
 INPUT = "input"
 """The argument of a custom tool."""
@@ -275,10 +276,15 @@ def _shown(content: Content, between: str = "\n") -> Json:
 
 
 class SaidBefore:
-    """The conversations that the answers of one session ended, by the answer's id."""
+    """The conversations that the answers of one session ended, by the answer's id.
+
+    A message is kept once, though clients send the whole conversation each time.
+    """
 
     def __init__(self) -> None:
         self._messages: dict[str, tuple[ChatMessage, ...]] = {}
+        self._known: dict[str, ChatMessage] = {}
+        """By the digest of what they say."""
 
     def up_to(self, response: str | None) -> tuple[ChatMessage, ...]:
         """The messages up to that answer; none for None. Raises NotFoundError."""
@@ -302,7 +308,10 @@ class SaidBefore:
         ]
         said: dict[str, Json] = {"role": "assistant", "content": answer.text}
         last = {**said, "tool_calls": calls} if calls else said
-        self._messages[response] = (*asked, last)
+        self._messages[response] = tuple(map(self._once, (*asked, last)))
+
+    def _once(self, message: ChatMessage) -> ChatMessage:
+        return self._known.setdefault(sha256(json.dumps(message)), message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
