@@ -142,7 +142,9 @@ def program_of(name: str) -> VerlProgram:
 def command_of(words: Sequence[str]) -> VerlCommand | None:
     """The program among the words of a command, and what follows it; None if there is none."""
     for at, word in enumerate(words):
-        if "=" not in word and ENTRY.search(word):
+        # A folder may be called main, too.
+        names_file = "/" not in word or word.endswith(".py")
+        if "=" not in word and names_file and ENTRY.search(word):
             arguments = tuple(words[at + 1 :])
             return VerlCommand(name=word, arguments=arguments, program=program_of(word))
     return None

@@ -624,3 +624,13 @@ def test_nothing_is_refused_as_a_whole_where_optional_packages_are_missing(
         more = [f"{R}.name=vllm"] if program == "main_ppo" else ["trainer.total_epochs=2"]
         said = CliRunner().invoke(config, ["from-verl", "--", *words, *more])
         assert said.exit_code == 0 and said.exception is None, said.output
+
+
+def test_a_folder_of_a_command_is_no_program_of_verl() -> None:
+    trained = "verl.trainer.main_ppo"
+    words = f"ray job submit --working-dir /home/user/main -- python3 -m {trained} data.seed=1"
+    command = command_of(words.split())
+    assert command is not None
+    assert (command.name, command.arguments) == (trained, ("data.seed=1",))
+    script = command_of(["python3", "recipe/dapo/main_dapo.py", "data.seed=1"])
+    assert script is not None and script.arguments == ("data.seed=1",)
