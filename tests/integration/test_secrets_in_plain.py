@@ -38,6 +38,15 @@ async def retriever(host: str) -> None:
     Retriever(SearchConfig(url=f"http://me:k@{host}:8000/retrieve"))
 
 
+async def retriever_with_a_query(host: str) -> None:
+    Retriever(SearchConfig(url=f"http://{host}:8000/retrieve?n=3&api_key=mek@"))
+
+
+async def tool_with_a_credential(host: str) -> None:
+    async with _http(ToolConfig(url=f"http://{host}:8000/mcp", headers={"X-Credential": "k"})):
+        pass
+
+
 async def redis(host: str) -> None:
     RedisConnection([f"redis://:k@{host}:6379/0"])._client_of(f"redis://:k@{host}:6379/0")
 
@@ -46,7 +55,16 @@ async def redis_with_a_file(host: str) -> None:
     RedisConnection([f"redis://{host}:6379/0"], "k")._client_of(f"redis://{host}:6379/0")
 
 
-CLIENTS = [engine, user_of_an_engine, tool, retriever, redis, redis_with_a_file]
+CLIENTS = [
+    engine,
+    user_of_an_engine,
+    tool,
+    tool_with_a_credential,
+    retriever,
+    retriever_with_a_query,
+    redis,
+    redis_with_a_file,
+]
 
 
 @pytest.fixture(autouse=True)

@@ -54,8 +54,10 @@ TRUSTED_VARIABLE = "MESHRL_ALLOW_INSECURE_BIND"
 """Set in a network that is trusted: its machines may be listened to, and called, without encryption."""
 PLAIN = {"http": "https", "redis": "rediss"}
 """The encrypted scheme for each plain one."""
-SECRET = re.compile("auth|cookie|key|password|secret|token", re.IGNORECASE)
-"""The name of a header that identifies who sends it."""
+SECRET = re.compile(
+    "auth|bearer|cookie|credential|key|password|secret|session|signature|token", re.IGNORECASE
+)
+"""The name of a header, or of what stands after the question mark of a URL, that identifies who sends it."""
 SIOCGIFADDR = 0x8915
 """Asks Linux for the address of an interface."""
 
@@ -142,8 +144,10 @@ def tells_others(url: str) -> bool:
 
 
 def has_secret(url: str, headers: Iterable[str] = ()) -> bool:
-    """True if `url` has a user or a password in it, or the name of one of `headers` is that of a secret."""
-    return "@" in url.partition("://")[2].partition("/")[0] or any(map(SECRET.search, headers))
+    """True if `url` has a user, a password or a secret's name in it, or one of `headers` has such a name."""
+    place, _, query = url.partition("://")[2].partition("?")
+    names = [pair.partition("=")[0] for pair in re.split("[&;]", query)]
+    return "@" in place.partition("/")[0] or any(map(SECRET.search, [*names, *headers]))
 
 
 def keep_secret(url: str, what: str) -> None:
