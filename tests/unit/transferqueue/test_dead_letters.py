@@ -11,7 +11,7 @@ from meshrl.contract.types import Outcome
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue.admin import audit
 from meshrl.transferqueue.model.specs import Quota
-from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.queue import MOST_REASON, TransferQueue
 from meshrl.transferqueue.store import Table
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -73,3 +73,19 @@ async def test_the_oldest_letters_are_dropped_with_their_tasks_and_stay_counted(
     await actors.feed(tasks(1))
     assert (await actors.ledger()).admitted == before, "a task whose letter was dropped is known"
     await actors.queue.close()
+
+
+async def test_a_reason_is_cut_before_anything_keeps_it(store: MemoryStore) -> None:
+    queue = await TransferQueue.open(store)
+    actors = Actors(queue)
+    await actors.start(spec(group_size=1))
+    await actors.feed(tasks(1, group_size=1))
+    for _ in range(3):
+        (row,) = (await actors.lease()).rows
+        await queue.fail("run", "rollout", row.uid, row.token, Outcome.TIMEOUT, "a" * 9999, True)
+        (run,) = queue.open_runs
+        kept = [fault.reason for group in run.groups.values() for fault in group.lasting.values()]
+        assert kept == ["a" * MOST_REASON + "…"] * len(kept)
+    (letter,) = await queue.dead_letters("run")
+    assert letter.reason == "a" * MOST_REASON + "…"
+    await queue.close()

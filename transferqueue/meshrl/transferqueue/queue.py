@@ -86,6 +86,8 @@ log = logging.getLogger(__name__)
 
 WITH_PROMPT = 1000
 """Dead letters whose tasks are read when they are listed."""
+MOST_REASON = 2000
+"""Characters of a reason that a worker fails a row with: each row may keep one. The rest is cut off."""
 
 
 class QueueOptions(TypedDict, total=False):
@@ -435,6 +437,8 @@ class TransferQueue(HeartbeatQueue):
         reason: str,
         lasting: bool = False,
     ) -> None:
+        if len(reason) > MOST_REASON:
+            reason = f"{reason[:MOST_REASON]}…"
         state = self._worked(run)
         state.fail(state.stages[stage], uid, token, outcome, reason, lasting=lasting)
         await self._commit_log.flush()
