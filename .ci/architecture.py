@@ -22,9 +22,9 @@ MOST_MODULES = 25
 CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
-PRODUCT_LINES = 108_400
+PRODUCT_LINES = 111_650
 """The most lines of the product, generated code left out. It only falls, or the commit names what pays for more."""
-TEST_LINES = 74_500
+TEST_LINES = 76_800
 """The most lines under tests/, without the simulation and the doubles."""
 
 MOST_PARTS = 8
