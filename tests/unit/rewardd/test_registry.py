@@ -28,9 +28,10 @@ from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RegistryConfig, RewardConfig
 from meshrl.rewardd.pool.signatures import FunctionKind
 from meshrl.rewardd.registry import types
+from meshrl.rewardd.registry.active_reward import JudgeCache
 from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.checks import checked
-from meshrl.rewardd.registry.registry import Registry
+from meshrl.rewardd.registry.registry import MOST_NAMES, Registry
 from meshrl.rewardd.registry.store import SubmissionStore
 from meshrl.rewardd.registry.types import Action, Case, Submission
 from meshrl.sandbox.limits import Limits
@@ -375,6 +376,24 @@ async def test_a_flood_of_versions_that_no_name_points_to_displaces_itself(opene
     before = registry.names()
     again = await opened(restart=True, max_versions=4)
     assert again.names() == before
+
+
+async def test_one_version_has_so_many_names_and_no_more(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(*_: object) -> None: ...
+
+    monkeypatch.setattr(JudgeCache, "hold", nothing)
+    monkeypatch.setattr(JudgeCache, "release", lambda *_: None)
+    monkeypatch.setattr(Registry, "_test", nothing)
+    registry = await opened()
+    for number in range(MOST_NAMES):
+        await registry.submit("eve", constant(1, name=f"name{number}"))
+    with pytest.raises(CapacityError, match="has 16 names, and may have no more: name0, "):
+        await registry.submit("eve", constant(1, name="another"))
+    await registry.submit("eve", constant(1, name="name3"))
+    await registry.submit("eve", constant(2, name="another"))
+    assert len(registry.names()) == MOST_NAMES + 1
 
 
 BATCH = """

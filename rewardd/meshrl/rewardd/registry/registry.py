@@ -35,6 +35,8 @@ from meshrl.rewardd.registry.types import (
 
 SHARE = 3 / 4
 """The part of all versions that one caller may have."""
+MOST_NAMES = 16
+"""Names that one version may have."""
 AT_ONCE = 2
 """Submissions loaded and tested at once; further ones wait."""
 MAX_SAMPLES = 4096
@@ -208,7 +210,7 @@ class Registry:
         Raises:
             UserError: it does not parse, load or pass its tests; details `line` or `test` say where.
             ConflictError: this version of this name was retired.
-            CapacityError: there are too many versions that score now or are being submitted.
+            CapacityError: too many versions score now or are being submitted, or it has too many names.
         """
         config = self._config
         submission = await asyncio.to_thread(
@@ -220,7 +222,7 @@ class Registry:
         self._pending[version] += 1
         try:
             async with self._loading:
-                await self._make_room(by, version)
+                await self._make_room(by, version, submission.name)
                 manifest = await asyncio.to_thread(self._store.add, submission)
                 await self._cache.hold(version)
                 try:
@@ -308,18 +310,24 @@ class Registry:
         differences.add(zip(samples, *scores, strict=True))
         return differences
 
-    async def _make_room(self, by: str, version: str) -> None:
+    async def _make_room(self, by: str, version: str, name: str) -> None:
         """Delete a version of whoever has most, or of `by` who has its share, if the store is full.
 
         First come those that no name ever pointed to, then those that one did, then those that a name points to
         which the run does not follow; of equal ones the version that was submitted or pointed to longest ago.
 
         Raises:
-            CapacityError: none can go, and `by` has as many versions as one caller may have.
+            CapacityError: none can go, and `by` has as many versions as one caller may have; or too many names.
         """
         async with self._names_lock:
             names = self._names.values()
-            events = [e for name in names for e in name.history if e.hash in name.usable]
+            having = {each.name for each in names if version in each.versions}
+            if name not in having and len(having) >= MOST_NAMES:
+                some = ", ".join(sorted(having)[:3])
+                raise CapacityError(
+                    f"version {version} has {len(having)} names, and may have no more: {some}, …"
+                )
+            events = [e for each in names for e in each.history if e.hash in each.usable]
             submitted: dict[str, Event] = {}
             moved: dict[str, Event] = {}
             last: dict[str, float] = {}
@@ -333,7 +341,7 @@ class Registry:
             greedy = count[by] >= most
             if version in submitted or not (greedy or self._store.full):
                 return
-            current = {name.current for name in names}
+            current = {each.current for each in names}
             can_go = [
                 known
                 for known, event in submitted.items()
@@ -356,16 +364,16 @@ class Registry:
                     last[known],
                 ),
             )
-            for name in [name for name in names if gone in name.versions]:
-                left = name.without(gone)
-                if name.current == gone:
+            for each in [each for each in names if gone in each.versions]:
+                left = each.without(gone)
+                if each.current == gone:
                     left = left.after(_event(Action.POINT, "", by, note=f"{gone} made room"))
                 if left.versions or left.retired:
                     self._store.save(left)
-                    self._names[name.name] = left
+                    self._names[each.name] = left
                 else:
-                    self._store.remove_name(name.name)
-                    del self._names[name.name]
+                    self._store.remove_name(each.name)
+                    del self._names[each.name]
             await asyncio.to_thread(self._store.remove, gone)
             log.info("reward version %s is deleted to make room", gone)
 
