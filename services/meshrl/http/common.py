@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshrl.contract.errors import (
+    BusyError,
     CapacityError,
     ConflictError,
     ForbiddenError,
@@ -25,6 +26,8 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
+from meshrl.rpc.call_limits import SMALL_BYTES, Room
+from meshrl.rpc.credentials import sha256
 from meshrl.rpc.errors import by_class
 from meshrl.rpc.http_server import CERTIFICATE
 from meshrl.rpc.identity import Presented
@@ -71,12 +74,18 @@ def presented_by(request: Request, subject: str = "") -> Presented:
 
 BODY_S = 60.0
 """Seconds for a whole body."""
+MOST_BODIES = 512 << 20
+"""Bytes of bodies of which more is to come, three quarters of them from one caller."""
 
 
 class BodyLimit:
-    """ASGI middleware: 413 beyond `limit` bytes, announced or sent, 408 after `body_s`; `refuse` answers."""
+    """ASGI middleware: 413 beyond `limit` bytes, announced or sent, 408 after `body_s`; `refuse` answers.
+
+    429 for a body that is not small while others of which more is to come take MOST_BODIES.
+    """
 
     def __init__(self, app: ASGIApp, limit: int, refuse: Refuse, body_s: float = BODY_S) -> None:
+        self._bodies = Room("bytes of unfinished requests", MOST_BODIES)
         self._body_s = body_s
         self._app = app
         self._refuse = refuse
@@ -88,12 +97,25 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         detail = f"the request is larger than {self._limit} bytes"
-        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        headers = dict(scope["headers"])
+        announced = headers.get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self._limit:
             await self._refuse(413, "capacity", detail)(scope, receive, send)
             return
-        received = 0
+        shown = headers.get(b"authorization") or headers.get(b"x-api-key")
+        # Agents share an address, and have keys of their own, which no message may show.
+        address = (scope.get("client") or ("unknown",))[0]
+        holder = f"caller {sha256(shown.decode('latin-1'))[:8]}" if shown else address
+        received = held = 0
         deadline: float | None = asyncio.get_running_loop().time() + self._body_s
+
+        def hold(size: int) -> None:
+            nonlocal held
+            if size > held:
+                self._bodies.take(holder, size - held)
+            elif size < held:
+                self._bodies.give_back(holder, held - size)
+            held = size
 
         async def bounded() -> Message:
             nonlocal received, deadline
@@ -108,9 +130,16 @@ class BodyLimit:
             received += len(message.get("body", b""))
             if received > self._limit:
                 raise HTTPException(413, detail)  # raised inside the app, which answers it
+            try:
+                hold(received if deadline and received > SMALL_BYTES else 0)
+            except BusyError as error:
+                raise HTTPException(429, error.message, {"Retry-After": "1"}) from None
             return message
 
-        await self._app(scope, bounded, send)
+        try:
+            await self._app(scope, bounded, send)
+        finally:
+            hold(0)
 
 
 log = logging.getLogger(__name__)
@@ -160,7 +189,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> AsciiJSON:
-        code = {404: "not_found", 405: "method_not_allowed", 413: "capacity"}.get(
+        code = {404: "not_found", 405: "method_not_allowed", 413: "capacity", 429: "capacity"}.get(
             error.status_code, UserError.code
         )
         return problem(error.status_code, code, str(error.detail), error.headers)

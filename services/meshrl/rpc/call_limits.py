@@ -77,10 +77,10 @@ class CallLimits:
             ("grpc.server.max_pending_requests_hard_limit", calls),
         )
         """gRPC options of the server."""
-        self._calls = _Room("calls", calls)
-        self._bytes = _Room("bytes of requests", request_bytes)
-        self._answers = defaultdict[str, _Room](partial(_Room, "bytes of answers", answer_bytes))
-        self._roles = _Room("calls", calls)
+        self._calls = Room("calls", calls)
+        self._bytes = Room("bytes of requests", request_bytes)
+        self._answers = defaultdict[str, Room](partial(Room, "bytes of answers", answer_bytes))
+        self._roles = Room("calls", calls)
         self._slow = _SlowCallers()
 
     def by_address(self, method: str, behavior: Behavior) -> Behavior:
@@ -223,7 +223,7 @@ class _Held(Answered):
 
     __slots__ = ("_holder", "_room", "held")
 
-    def __init__(self, room: _Room, holder: str) -> None:
+    def __init__(self, room: Room, holder: str) -> None:
         self._room = room
         self._holder = holder
         self.held = 0
@@ -240,7 +240,7 @@ class _Held(Answered):
             self.held = 0
 
 
-class _Room:
+class Room:
     """A limited amount of one resource, and the share of each holder."""
 
     def __init__(self, what: str, total: int) -> None:

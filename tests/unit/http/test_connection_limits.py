@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import trustme
@@ -17,9 +17,11 @@ import uvloop
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
 
 from meshrl.common.sockets import Certificates
 from meshrl.contract.errors import ConfigError
+from meshrl.http import common
 from meshrl.http.common import BodyLimit, problem
 from meshrl.rpc import interceptors
 from meshrl.rpc.http_server import ConnectionLimits, serving_http, serving_metrics
@@ -272,3 +274,45 @@ async def test_metrics_beyond_loopback_need_the_client_certificate_that_the_serv
     with pytest.raises(ConfigError, match=r"tls\.key: every user of this machine may read"):
         async with metrics(limits, files, "0.0.0.0"):
             pass
+
+
+async def test_bodies_of_which_more_is_to_come_are_bounded_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(common, "MOST_BODIES", 4 << 20)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+
+    limited = BodyLimit(app, limit=8 << 20, refuse=problem)
+    ends: list[asyncio.Future[bool]] = []
+
+    def begin(key: str, size: int) -> asyncio.Task[None]:
+        """Send so much of a body, and its end once the future of it is set."""
+        ends.append(end := asyncio.get_running_loop().create_future())
+        parts = iter([{"body": bytes(size), "more_body": True}])
+
+        async def receive() -> Any:
+            return next(parts, None) or {"body": b"", "more_body": await end}
+
+        async def send(message: Any) -> None: ...
+
+        headers = [(b"x-api-key", key.encode())]
+        scope = {"type": "http", "headers": headers, "client": ("127.0.0.1", len(ends))}
+        return asyncio.create_task(limited(scope, receive, send))
+
+    greedy = [begin("greedy", 1 << 20) for _ in range(3)]
+    refused = begin("greedy", 1 << 20)
+    with pytest.raises(HTTPException, match=r"429: caller .* holds 3145728 bytes of unfinished"):
+        await asyncio.wait_for(refused, 30)
+    other, third = begin("another", 1 << 20), begin("third", 1 << 20)
+    with pytest.raises(HTTPException, match="429: this service holds 4194304 bytes"):
+        await asyncio.wait_for(third, 30)
+    small = begin("third", 64 << 10)
+    for end in ends:
+        end.set_result(False)
+    await asyncio.wait_for(asyncio.gather(*greedy, other, small), 30)
+    last = begin("third", 4 << 20)
+    ends[-1].set_result(False)
+    await asyncio.wait_for(last, 30)

@@ -150,9 +150,13 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> AsciiJSON:
-        code = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: TOO_LARGE}.get(
-            error.status_code
-        )
+        code = {
+            404: "not_found",
+            405: "method_not_allowed",
+            408: "timeout",
+            413: TOO_LARGE,
+            429: "rate_limit_exceeded",
+        }.get(error.status_code)
         body = _body(str(error.detail), INVALID, None, code)
         return FailedRequest(error.status_code, body, error.headers).response(request.url.path)
 
