@@ -193,7 +193,8 @@ def test_each_token_of_a_completion_says_where_its_text_begins() -> None:
         logprobs=np.zeros(len(lengths), dtype=np.float32),
     )
     form = AnswerFormat(chat=False, model="m", tokenizer=Stars(), logprobs=True)
-    offsets = form.complete(answer)["choices"][0]["logprobs"]["text_offset"]
+    not_read: Any = None
+    offsets = form.complete(not_read, answer)["choices"][0]["logprobs"]["text_offset"]
     assert offsets[:5] == [0, 2, 3, 3, 6] and len(offsets) == len(lengths)
     assert Measured.asked == len(lengths), "once for each token, however many there are"
 
