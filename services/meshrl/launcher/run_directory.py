@@ -104,9 +104,9 @@ def finished_line(recipe: Recipe) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return (
-        f"run {recipe.run.name} is finished at step {step}; files in {recipe.run.path}\n"
-        "To train on, raise trainer.total_training_steps (or trainer.total_epochs); to start anew, choose another"
-        " run.name or remove the directory."
+        f"run {recipe.run.name} is finished at step {step}; files in {recipe.run.path}: to train on, raise"
+        " trainer.total_training_steps (or trainer.total_epochs); to start anew, choose another run.name or remove"
+        " the directory"
     )
 
 

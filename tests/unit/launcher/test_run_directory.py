@@ -151,7 +151,8 @@ def test_a_finished_run_says_so_until_it_is_asked_for_more(recipe: Recipe) -> No
     note_finished(recipe, finished())
     line = finished_line(recipe)
     assert line is not None
-    assert line.startswith("run my is finished at step 15; files in runs/my\n")
+    assert line.startswith("run my is finished at step 15; files in runs/my: to train on, raise")
+    assert line.isprintable()
     more = load_recipe(Path("my.yaml"), ["trainer.total_training_steps=20"], check=False)
     assert finished_line(more) is None
     anew = load_recipe(Path("my.yaml"), ["trainer.resume_mode=disable"], check=False)
