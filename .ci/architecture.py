@@ -24,7 +24,7 @@ CRUMB_LINES = 60
 
 PRODUCT_LINES = 111_650
 """The most lines of the product, generated code left out. It only falls, or the commit names what pays for more."""
-TEST_LINES = 76_800
+TEST_LINES = 76_950
 """The most lines under tests/, without the simulation and the doubles."""
 
 MOST_PARTS = 8
