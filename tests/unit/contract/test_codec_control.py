@@ -157,6 +157,7 @@ class Rewarded:
     reward_hash: str = ""
     token_rewards: Alias[np.float64] | None = None
     texts: Mapping[str, str] = field(default_factory=dict)
+    lasting: bool = False
 
 
 def test_an_array_is_one_whatever_numpy_makes_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:

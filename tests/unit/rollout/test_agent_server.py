@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from meshrl.config.machine import ThisMachine
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import PostedReward
 from meshrl.rollout.agents import agent as agents
@@ -154,8 +155,9 @@ def test_agents_reach_their_gateway_past_a_proxy(monkeypatch: pytest.MonkeyPatch
 
 
 def test_options_of_the_program_verifiers_are_checked_before_it_starts() -> None:
-    with pytest.raises(ConfigError, match="no program 'none/python' here: make venv-verifiers"):
-        verifiers.check(verifiers.Config(python="none/python", env={"taskset": {"id": "x"}}))
+    config = verifiers.Config(python="none/python", env={"taskset": {"id": "x"}})
+    (fault,) = config.faults(ThisMachine(), Path("model"))
+    assert fault == ("python", "no program 'none/python' here: make venv-verifiers makes one")
     with pytest.raises(ConfigError, match="session: command is not for the program verifiers"):
         verifiers.check(verifiers.Config(env={"taskset": {}}, session={"command": ["x"]}))
     with pytest.raises(ConfigError, match=r"session.*'brunch'|brunch"):
