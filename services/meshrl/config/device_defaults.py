@@ -43,7 +43,7 @@ def hints(recipe: Recipe, machine: ThisMachine) -> Iterator[str]:
     """Hints at faster choices, where the recipe leaves them open."""
     if machine.gpus and not names(recipe.rollout, "name") and recipe.placement.rollout != 0:
         yield (
-            "rollout.name: torch, for want of vLLM here: it has neither a paged cache nor tensor parallelism; install"
+            "rollout.name: torch, for no vLLM is known: it has neither a paged cache nor tensor parallelism; install"
             " vLLM in an environment of its own and set rollout.name=vllm rollout.engine.python=ITS/bin/python"
         )
 

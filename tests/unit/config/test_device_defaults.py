@@ -83,7 +83,7 @@ def test_on_a_gpu_vllm_samples_where_it_is_installed_and_else_there_is_a_hint(
 ) -> None:
     recipe = decided(tmp_path, there, *overrides)
     hinted = any(
-        "rollout.name: torch, for want of vLLM here" in line for line in hints(recipe, there)
+        "rollout.name: torch, for no vLLM is known" in line for line in hints(recipe, there)
     )
     assert (recipe.rollout.name, recipe.rollout.engine.get("python"), hinted) == wanted
     assert with_device_defaults(recipe, there) == recipe
