@@ -347,7 +347,8 @@ WRONG: list[tuple[str, str]] = [
         "model.path=deepseek",
         "rollout.name: the torch engine cannot run DeepseekV3ForCausalLM of deepseek (it runs LlamaForCausalLM,"
         " MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM,"
-        " Qwen3NextForCausalLM, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM; other models need rollout.name=vllm or sglang)",
+        " Qwen3NextForCausalLM, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM;"
+        " other models need rollout.name=vllm or sglang)",
     ),
     ("rollout.name=vlm", "rollout.name: got 'vlm'; did you mean 'vllm'? (known: "),
     (
