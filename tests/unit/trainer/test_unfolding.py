@@ -255,7 +255,12 @@ class TestSpin:
     @pytest.fixture
     def recipe_file(self, text_model: Path, tmp_path: Path) -> Path:
         lines = [
-            {"prompt": f"ask{letter}", "answer": "x", "text": f"say{letter}{letter}"}
+            {
+                "prompt": f"ask{letter}",
+                "answer": "x",
+                "data_source": "openai/gsm8k",
+                "text": f"say{letter}{letter}",
+            }
             for letter in "abcdefgh"
         ]
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -95,7 +95,8 @@ def from_verl(
         ours, others = started(text, environment, path, command)
     else:
         ours = command_of(command) or VerlCommand(name="", arguments=command, program=VerlProgram())
-        if not files and not any("=" in word for word in ours.arguments):
+        named = files or ours.program.instead or any("=" in word for word in ours.arguments)
+        if not named:
             raise UserError(
                 f"{' '.join(command)} names no key of verl's: want its command after --, or --script FILE (-: stdin)"
             )
