@@ -460,7 +460,14 @@ class WritePromises:
             await queue.fetch_rows("run", [uid], ["toekns"])
 
     @pytest.mark.parametrize(
-        "wrong", [{"outcome": Outcome.TIMEOUT}, {"oldest": Version(9, 9)}, {"num_tokens": 5}]
+        "wrong",
+        [
+            {"outcome": Outcome.TIMEOUT},
+            {"oldest": Version(9, 9)},
+            {"num_tokens": 5},
+            {"prompt_tokens": 99},
+            {"prompt_tokens": -1},
+        ],
     )
     async def test_facts_that_make_no_sense_are_refused_with_their_row(
         self, queue: Queue, wrong: dict[str, Any]

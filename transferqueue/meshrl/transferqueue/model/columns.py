@@ -92,7 +92,7 @@ def check(run: ResidentRows, write: RowBlock, stage: Stage, group: Group | None)
                 if not facts.outcome.trainable:
                     outcome = f"outcome {facts.outcome} can never be trained on: use fail"
                     raise _Refused(outcome, position)
-                if facts.newest < facts.oldest or facts.num_tokens < 0:
+                if facts.newest < facts.oldest or not 0 <= facts.prompt_tokens <= facts.num_tokens:
                     raise _Refused(f"facts make no sense: {facts}", position)
             lengths = tuple([facts.num_tokens for facts in write.facts])
         elif write.facts:
