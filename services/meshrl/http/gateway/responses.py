@@ -284,7 +284,7 @@ class SaidBefore:
     def __init__(self) -> None:
         self._messages: dict[str, tuple[ChatMessage, ...]] = {}
         self._known: dict[str, ChatMessage] = {}
-        """By the digest of what they say."""
+        """Messages by the digest of their JSON."""
 
     def up_to(self, response: str | None) -> tuple[ChatMessage, ...]:
         """The messages up to that answer; none for None. Raises NotFoundError."""
