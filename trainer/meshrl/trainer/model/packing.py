@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -130,40 +131,43 @@ def _deal(sizes: Sequence[PackSize], parts: int) -> list[list[int]]:
 class _OpenPack:
     """A pack that is being filled."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int) -> None:
         self.rows: list[int] = []
-        self._laid = self._tokens = 0
+        self.room = max_tokens
+        """Tokens that may still be laid."""
+        self._row_room = ROWS_PER_LAID * max_tokens
         self._shared: dict[str, int] = {}
 
-    def has_group(self, size: PackSize) -> bool:
-        """Whether rows of this group share what they begin with."""
-        return bool(size.shared) and size.group in self._shared
-
-    def add(self, row: int, size: PackSize, max_tokens: int) -> bool:
+    def add(self, row: int, size: PackSize) -> bool:
         """Take the row if there is room for it; an empty pack has room for any."""
-        laid = size.own + max(0, size.shared - self._shared.get(size.group, 0))
-        fits = self._laid + laid <= max_tokens
-        if self.rows and not (fits and self._tokens + size.tokens <= ROWS_PER_LAID * max_tokens):
+        begun = self._shared.get(size.group, 0)
+        laid = size.own + max(0, size.shared - begun)
+        if self.rows and (laid > self.room or size.tokens > self._row_room):
             return False
         self.rows.append(row)
-        self._laid += laid
-        self._tokens += size.tokens
-        if size.shared:
-            self._shared[size.group] = max(size.shared, self._shared.get(size.group, 0))
+        self.room -= laid
+        self._row_room -= size.tokens
+        if size.shared > begun:
+            self._shared[size.group] = size.shared
         return True
 
 
 def _cut(sizes: Sequence[PackSize], share: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
     """First fit, longest first, before all where the group's prompt is laid already: near the fewest packs."""
     packs: list[_OpenPack] = []
+    packs_of: defaultdict[str, list[_OpenPack]] = defaultdict(list)
     for row in sorted(share, key=lambda r: (-sizes[r].laid, r)):
         size = sizes[row]
-        for pack in sorted(packs, key=lambda pack: not pack.has_group(size)):
-            if pack.add(row, size, max_tokens):
+        begun = packs_of[size.group] if size.shared else []
+        for pack in itertools.chain(begun, packs):
+            if pack.room >= size.own and pack.add(row, size):
                 break
         else:
-            packs.append(_OpenPack())
-            packs[-1].add(row, size, max_tokens)
+            pack = _OpenPack(max_tokens)
+            pack.add(row, size)
+            packs.append(pack)
+        if pack not in begun:
+            begun.append(pack)
     return [tuple(sorted(pack.rows)) for pack in packs]
 
 
