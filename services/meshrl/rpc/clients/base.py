@@ -235,7 +235,7 @@ class Connection:
     ) -> Result:
         """Send one message, receive one. Set `repeatable` if calling twice has the effect of calling once."""
         self.check_size(request)
-        timeout, metadata = self._deadline_s(wait_s), (*self.metadata, *tracing.metadata())
+        timeout, metadata = self._deadline_s(wait_s), self._with_trace()
         attempt = partial(method, request, timeout=timeout, metadata=metadata)
         return self.decode(await self._retrying(attempt, wait_s, repeatable), decode)
 
@@ -249,7 +249,7 @@ class Connection:
     ) -> Result:
         """Send one message, receive a stream. The deadline is per message. A broken stream is requested again."""
         self.check_size(request)
-        begin = partial(method, request, metadata=(*self.metadata, *tracing.metadata()))
+        begin = partial(method, request, metadata=self._with_trace())
         attempt = partial(_collect, begin, self._deadline_s(wait_s))
         return self.decode(await self._retrying(attempt, wait_s), decode)
 
@@ -263,10 +263,7 @@ class Connection:
     ) -> Result:
         """Send a stream, receive one message. A broken stream is sent again from its start."""
         sending_s = sum(map(self.check_size, requests)) / SLOWEST_BYTES_PER_S
-        timeout, metadata = (
-            self._deadline_s(wait_s) + sending_s,
-            (*self.metadata, *tracing.metadata()),
-        )
+        timeout, metadata = self._deadline_s(wait_s) + sending_s, self._with_trace()
         answer = await self._retrying(
             lambda: method(iter(requests), timeout=timeout, metadata=metadata), wait_s
         )
@@ -319,6 +316,9 @@ class Connection:
                     self._patience.check(error)
                 budget = budget or RetryBudget(self.retry_s)
                 await budget.pause(error)
+
+    def _with_trace(self) -> tuple[tuple[str, str], ...]:
+        return (*self.metadata, *tracing.metadata())
 
     def _deadline_s(self, wait_s: float | None) -> float:
         return self.answer_s if wait_s is None else wait_s + MARGIN_S
