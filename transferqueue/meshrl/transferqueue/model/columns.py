@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshrl.contract.errors import CorruptError, NotFoundError, UserError
-from meshrl.contract.frames import Column
+from meshrl.contract.frames import Column, Frame
 from meshrl.contract.row_values import value_fault
 from meshrl.contract.types import (
     CONVERSATION,
@@ -78,28 +78,14 @@ def check(run: ResidentRows, write: RowBlock, stage: Stage, group: Group | None)
     """
     frame = write.frame
     try:
-        if tuple(frame.columns) != stage.writes:
-            known = (*stage.writes, *NOTES.get(stage.name, ()))
-            unknown = [name for name in frame.columns if name not in known]
-            missing = [name for name in stage.writes if name not in frame.columns]
-            if unknown or missing:
-                wrong = f"{unknown[0]} is not" if unknown else f"{missing[0]} is missing"
-                raise _Refused(f"column {wrong} in what stage {stage.name} writes: {stage.writes}")
+        _check_names(frame, stage)
         if stage.first:
-            if len(write.facts) != len(write.indices):
-                raise _Refused(f"stage {stage.name} must give the row's facts")
-            for position, facts in enumerate(write.facts):
-                if not facts.outcome.trainable:
-                    outcome = f"outcome {facts.outcome} can never be trained on: use fail"
-                    raise _Refused(outcome, position)
-                if facts.newest < facts.oldest or not 0 <= facts.prompt_tokens <= facts.num_tokens:
-                    raise _Refused(f"facts make no sense: {facts}", position)
-            lengths = tuple([facts.num_tokens for facts in write.facts])
+            lengths = _lengths_by_facts(write, stage)
         elif write.facts:
             raise _Refused(f"facts come with the first stage, not with {stage.name}")
         else:
-            every = [group.facts[index] if group else None for index in write.indices]
-            lengths = tuple([of_row.num_tokens if of_row else 0 for of_row in every])
+            known = [group.facts[index] if group else None for index in write.indices]
+            lengths = tuple([facts.num_tokens if facts else 0 for facts in known])
         for name, column in frame.columns.items():
             _check_column(name, column, lengths, run.spec.vocabulary)
     except _Refused as refused:
@@ -119,6 +105,28 @@ def _named(refused: _Refused, run: ResidentRows, rows: RowBlock) -> UserError:
     at = refused.position
     uid = Uid(run.name, rows.task, rows.indices[at], rows.attempts[at])
     return UserError(f"row {uid}: {refused}", uid=uid)
+
+
+def _check_names(frame: Frame, stage: Stage) -> None:
+    if tuple(frame.columns) == stage.writes:
+        return
+    known = (*stage.writes, *NOTES.get(stage.name, ()))
+    unknown = [name for name in frame.columns if name not in known]
+    missing = [name for name in stage.writes if name not in frame.columns]
+    if unknown or missing:
+        wrong = f"{unknown[0]} is not" if unknown else f"{missing[0]} is missing"
+        raise _Refused(f"column {wrong} in what stage {stage.name} writes: {stage.writes}")
+
+
+def _lengths_by_facts(write: RowBlock, stage: Stage) -> tuple[int, ...]:
+    if len(write.facts) != len(write.indices):
+        raise _Refused(f"stage {stage.name} must give the row's facts")
+    for position, facts in enumerate(write.facts):
+        if not facts.outcome.trainable:
+            raise _Refused(f"outcome {facts.outcome} can never be trained on: use fail", position)
+        if facts.newest < facts.oldest or not 0 <= facts.prompt_tokens <= facts.num_tokens:
+            raise _Refused(f"facts make no sense: {facts}", position)
+    return tuple([facts.num_tokens for facts in write.facts])
 
 
 def _check_column(name: str, column: Column, num_tokens: tuple[int, ...], vocabulary: int) -> None:
