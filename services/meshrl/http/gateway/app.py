@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import HTTPBearer
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -64,17 +64,14 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 }
 
 _bearer = HTTPBearer(auto_error=False, description="A session's API key.")
-Token = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+SHOWS_KEY = [Depends(_bearer)]
+"""For the OpenAPI document; `key_of` reads the key."""
 
 
 def key_of(request: Request) -> str:
     """The Authorization header; of Anthropic's clients, which send `x-api-key`, the same made of that."""
     key = request.headers.get("x-api-key", "")
     return request.headers.get("authorization", "") or (f"Bearer {key}" if key else "")
-
-
-def _header(token: HTTPAuthorizationCredentials | None) -> str:
-    return f"{token.scheme} {token.credentials}" if token else ""
 
 
 def build_app(
@@ -143,7 +140,7 @@ class SessionAuth:
 
 def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRouter:
     """Routes of OpenAI's API, and the route on which an agent posts its reward."""
-    router = APIRouter(responses=PROBLEMS)
+    router = APIRouter(responses=PROBLEMS, dependencies=SHOWS_KEY)
 
     def find(request: Request) -> AgentSession:
         return sessions.find(key_of(request), request.path_params.get("session_id"))
@@ -173,20 +170,20 @@ def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRout
         )
 
     @router.post("/chat/completions", tags=["openai"])
-    async def chat_completions(body: m.ChatBody, request: Request, token: Token) -> Response:
+    async def chat_completions(body: m.ChatBody, request: Request) -> Response:
         """Answer a conversation; the answer becomes part of the session's row."""
         format = openai(body, chat=True, logprobs=bool(body.logprobs))
         return await answer(request, body, body.ask(), format)
 
     @router.post("/completions", tags=["openai"])
-    async def completions(body: m.CompletionBody, request: Request, token: Token) -> Response:
+    async def completions(body: m.CompletionBody, request: Request) -> Response:
         """Continue a prompt; the answer becomes part of the session's row."""
         # 0 means: log-probs of the sampled tokens only
         format = openai(body, chat=False, logprobs=body.logprobs is not None)
         return await answer(request, body, body.ask(), format)
 
     @router.post("/responses", tags=["openai"])
-    async def responses(body: ResponsesBody, request: Request, token: Token) -> Response:
+    async def responses(body: ResponsesBody, request: Request) -> Response:
         """Answer a conversation, or continue that of another answer; it becomes part of the session's row."""
         before = sessions.said.setdefault(find(request), SaidBefore())
         known = before.up_to(body.previous_response_id)
@@ -211,31 +208,33 @@ def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRout
         return {"input_tokens": session.count_tokens(asked)}
 
     @router.get("/models", tags=["openai"])
-    async def list_models(request: Request, token: Token) -> dict[str, Any]:
+    async def list_models(request: Request) -> dict[str, Any]:
         """The policy."""
         find(request)
         return {"object": "list", "data": [_model(MODEL)]}
 
     @router.get("/models/{model:path}", tags=["openai"])
-    async def get_model(model: str, request: Request, token: Token) -> dict[str, Any]:
+    async def get_model(model: str, request: Request) -> dict[str, Any]:
         """The policy, under any name."""
         find(request)
         return _model(model)
 
     @router.post("/reward", tags=["sessions"])
-    async def post_reward(body: m.RewardBody, request: Request, token: Token) -> dict[str, Any]:
+    async def post_reward(body: m.RewardBody, request: Request) -> dict[str, Any]:
         """Post the reward of the session's conversation; see /v1/sessions/{id}/reward."""
-        return _reward(sessions, body, _header(token), request.path_params.get("session_id"))
+        return _reward(sessions, body, key_of(request), request.path_params.get("session_id"))
 
     return router
 
 
 def _sessions(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRouter:
     """Routes for external agents."""
-    router = APIRouter(prefix="/sessions", tags=["sessions"], responses=PROBLEMS)
+    router = APIRouter(
+        prefix="/sessions", tags=["sessions"], responses=PROBLEMS, dependencies=SHOWS_KEY
+    )
 
     @router.post("", status_code=201, responses={408: {"description": "no row came"}})
-    async def claim_session(body: m.ClaimBody, request: Request, token: Token) -> Response:
+    async def claim_session(body: m.ClaimBody, request: Request) -> Response:
         """Claim a row that waits for an external agent, as a session."""
         session = await _unless_disconnected(request, sessions.claim(body.wait_s))
         if session is not None and await request.is_disconnected():
@@ -255,9 +254,9 @@ def _sessions(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRouter:
         )
 
     @router.get("/{session_id}")
-    async def get_session(session_id: str, token: Token) -> dict[str, Any]:
+    async def get_session(session_id: str, request: Request) -> dict[str, Any]:
         """State of a session."""
-        session = sessions.find(_header(token), session_id)
+        session = sessions.find(key_of(request), session_id)
         return {
             "id": session.id,
             "answers": len(session.history.turns),
@@ -265,20 +264,20 @@ def _sessions(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRouter:
         }
 
     @router.post("/{session_id}/reward")
-    async def post_reward(session_id: str, body: m.RewardBody, token: Token) -> dict[str, Any]:
+    async def post_reward(session_id: str, body: m.RewardBody, request: Request) -> dict[str, Any]:
         """Post the reward of the session's conversation; of several the last counts.
 
         It replaces the reward service's score. The session of an external agent ends with it.
         """
-        return _reward(sessions, body, _header(token), session_id)
+        return _reward(sessions, body, key_of(request), session_id)
 
     @router.post("/{session_id}/finish")
-    async def finish_session(session_id: str, token: Token) -> dict[str, Any]:
+    async def finish_session(session_id: str, request: Request) -> dict[str, Any]:
         """End the session of an external agent; without a reward its row is scored like others."""
         try:
-            sessions.find(_header(token), session_id).finished.set()
+            sessions.find(key_of(request), session_id).finished.set()
         except SessionEndedError:
-            ended = sessions.ended(_header(token))
+            ended = sessions.ended(key_of(request))
             if ended is None or not ended.finished:  # for example by its deadline
                 raise
         return {"id": session_id, "finished": True}

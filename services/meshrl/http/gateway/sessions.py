@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
@@ -25,6 +24,7 @@ from meshrl.contract.errors import (
 from meshrl.contract.types import PostedReward
 from meshrl.rollout.agents.requests import SessionEndedError
 from meshrl.rollout.agents.session import Address, AgentSession
+from meshrl.rpc.credentials import sha256
 
 if TYPE_CHECKING:
     from meshrl.http.gateway.responses import SaidBefore
@@ -94,7 +94,7 @@ class SessionTable:
     @contextmanager
     def opened(self, session: AgentSession) -> Iterator[Address]:
         """Accept requests for `session` during the context."""
-        key = _digest(session.token)
+        key = sha256(session.token)
         self._open[key] = session
         self.opened_ever += 1
         try:
@@ -151,7 +151,7 @@ class SessionTable:
             ForbiddenError: the key is another session's.
             SessionEndedError: the session has ended.
         """
-        key = _digest(_bearer(authorization))
+        key = sha256(_bearer(authorization))
         session = self._open.get(key)
         if session is None:
             ended = self._ended.get(key)
@@ -164,7 +164,7 @@ class SessionTable:
 
     def ended(self, authorization: str) -> Ended | None:
         """The ended session of this key, if it is remembered."""
-        return self._ended.get(_digest(_bearer(authorization)))
+        return self._ended.get(sha256(_bearer(authorization)))
 
     def drain(self) -> None:
         """Give out no more sessions; waiting callers get UnavailableError."""
@@ -190,10 +190,6 @@ def _bearer(authorization: str) -> str:
     if scheme.lower() != "bearer" or not token.strip():
         raise UnauthenticatedError("a session needs its API key: Authorization: Bearer <api_key>")
     return token.strip()
-
-
-def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class GatewayMetrics(Collector):
