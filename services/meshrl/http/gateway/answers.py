@@ -327,5 +327,11 @@ def _call(call: ClientToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
+def named_event(kind: str, **fields: Any) -> bytes:
+    """A server-sent event with its name, as all dialects but chat and completions have them."""
+    body = json.dumps({"type": kind, **fields}, separators=(",", ":"))
+    return f"event: {kind}\ndata: {body}\n\n".encode()
+
+
 def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"

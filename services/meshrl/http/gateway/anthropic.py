@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -19,11 +19,27 @@ from typing_extensions import override
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Json
-from meshrl.http.gateway.answers import ParameterError, anthropic_error, error_body, status_of
-from meshrl.http.gateway.models import Body, Positive, StopString, checked_text
-from meshrl.http.gateway.thinking import PROMPT_END, Kind, ThoughtSplitter, joined
+from meshrl.http.gateway.answers import (
+    ParameterError,
+    anthropic_error,
+    error_body,
+    named_event,
+    status_of,
+)
+from meshrl.http.gateway.models import (
+    Body,
+    Positive,
+    StopString,
+    checked_text,
+    content_of,
+    function_schema,
+    image_part,
+    text_part,
+    tool_call,
+)
+from meshrl.http.gateway.thinking import Kind, ThoughtSplitter, joined
 from meshrl.rollout.agents.answer_stream import AnswerStream
-from meshrl.rollout.agents.requests import SessionAnswer, SessionRequest
+from meshrl.rollout.agents.requests import ClientToolCall, SessionAnswer, SessionRequest
 from meshrl.rollout.tokenizer import Tokenizer
 
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -43,6 +59,11 @@ class Base64Source(Body):
     type: Literal["base64"]
     media_type: Annotated[str, Field(pattern=r"^image/[a-z+*.-]+$")]
     data: str
+
+    @property
+    def url(self) -> str:
+        """The picture as a data URL."""
+        return f"data:{self.media_type};base64,{self.data}"
 
 
 class ImageBlock(Body):
@@ -119,11 +140,7 @@ class AnthropicTurn(Body):
                 thought = "".join(block.thinking for block in thoughts)
                 said = joined(thought, said, thoughts[-1].signature)
         calls: list[Json] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.input},
-            }
+            tool_call(call.id, call.name, call.input)
             for call in blocks
             if isinstance(call, ToolUseBlock)
         ]
@@ -141,9 +158,7 @@ class AnthropicTool(Body):
 
     def function(self) -> dict[str, Json]:
         """As OpenAI's clients send it, and as chat templates read it."""
-        described = {"description": self.description} if self.description else {}
-        described_function = {"name": self.name, **described, "parameters": self.input_schema}
-        return {"type": "function", "function": described_function}
+        return function_schema(self.name, self.description, self.input_schema)
 
 
 class CountBody(Body):
@@ -218,19 +233,14 @@ class MessagesBody(CountBody):
         )
 
 
-def _shown(blocks: list[TextBlock] | list[TextBlock | ImageBlock]) -> Json:
-    """Text; or parts, where there are pictures."""
-    if all(isinstance(block, TextBlock) for block in blocks):
-        return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
-    return [
-        {"type": "text", "text": block.text}
-        if isinstance(block, TextBlock)
-        else {
-            "type": "image_url",
-            "image_url": {"url": f"data:{block.source.media_type};base64,{block.source.data}"},
-        }
-        for block in blocks
-    ]
+def _shown(blocks: Sequence[TextBlock | ImageBlock]) -> Json:
+    return content_of(
+        [
+            text_part(block.text) if isinstance(block, TextBlock) else image_part(block.source.url)
+            for block in blocks
+        ],
+        "\n",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +255,7 @@ class MessageFormat:
 
     def complete(self, asking: AnswerStream, answer: SessionAnswer) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        split = self._splitter(asking)
+        split = ThoughtSplitter.of(asking, self.tokenizer, wanted=self.thinking)
         content: list[dict[str, Any]] = []
         for kind, piece in (*split.feed(answer.text), *split.end()):
             if not content or content[-1]["type"] != kind:
@@ -262,39 +272,27 @@ class MessageFormat:
 
     async def stream(self, asking: AnswerStream) -> AsyncIterator[bytes]:
         """Server-sent events; an error is one event and ends the stream."""
-        yield _event("message_start", message=self._message([], self._usage(asking, 0)))
-        split, blocks = self._splitter(asking), _Blocks()
+        yield named_event("message_start", message=self._message([], self._usage(asking, 0)))
+        blocks = _Blocks(ThoughtSplitter.of(asking, self.tokenizer, wanted=self.thinking))
         try:
             async for part in asking:
-                for kind, piece in split.feed(part.text):
-                    for event in blocks.add(kind, piece, split):
-                        yield event
+                for event in blocks.feed(part.text):
+                    yield event
         except MeshError as error:
-            yield _event(**anthropic_error(error_body(error), status_of(error)[0]))
+            failed = anthropic_error(error_body(error), status_of(error)[0])
+            yield named_event("error", error=failed["error"])
             return
         answer = asking.answer
         assert answer is not None
-        for kind, piece in (*split.feed(answer.tail), *split.end()):
-            for event in blocks.add(kind, piece, split):
-                yield event
-        for event in blocks.end(split):
+        for event in (
+            *blocks.feed(answer.tail),
+            *blocks.end(),
+            *blocks.calls(answer.tool_calls),
+        ):
             yield event
-        for call in answer.tool_calls:
-            for event in blocks.whole(
-                {"type": "tool_use", "id": call.id, "name": call.name, "input": {}},
-                {"type": "input_json_delta", "partial_json": call.arguments},
-            ):
-                yield event
-        yield _event(
-            "message_delta", delta=_stop(answer), usage=self._usage(asking, len(answer.tokens))
-        )
-        yield _event("message_stop")
-
-    def _splitter(self, asking: AnswerStream) -> ThoughtSplitter:
-        prompt = (
-            self.tokenizer.decode(asking.prompt[-PROMPT_END:].tolist()) if self.thinking else ""
-        )
-        return ThoughtSplitter(prompt, wanted=self.thinking)
+        usage = self._usage(asking, len(answer.tokens))
+        yield named_event("message_delta", delta=_stop(answer), usage=usage)
+        yield named_event("message_stop")
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         return {
@@ -315,39 +313,51 @@ class MessageFormat:
 class _Blocks:
     """The events of content blocks, one open at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, split: ThoughtSplitter) -> None:
+        self._split = split
         self._number = -1
         self._open: Kind | None = None
 
-    def add(self, kind: Kind, piece: str, split: ThoughtSplitter) -> Iterator[bytes]:
-        """Text of a block, which begins where the kind changes."""
+    def feed(self, text: str) -> Iterator[bytes]:
+        """More of the answer."""
+        for kind, piece in self._split.feed(text):
+            yield from self._add(kind, piece)
+
+    def end(self) -> Iterator[bytes]:
+        """The end of the answer's text."""
+        for kind, piece in self._split.end():
+            yield from self._add(kind, piece)
+        yield from self._close()
+
+    def calls(self, calls: Sequence[ClientToolCall]) -> Iterator[bytes]:
+        """A block for each call."""
+        for call in calls:
+            use = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            yield self._start(use)
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+            yield named_event("content_block_stop", index=self._number)
+
+    def _add(self, kind: Kind, piece: str) -> Iterator[bytes]:
         if kind is not self._open:
-            yield from self.end(split)
+            yield from self._close()
             self._open = kind
-            self._number += 1
-            empty = {"type": str(kind), str(kind): ""}
-            if kind is Kind.THOUGHT:
-                empty["signature"] = ""
-            yield _event("content_block_start", index=self._number, content_block=empty)
+            signature = {"signature": ""} if kind is Kind.THOUGHT else {}
+            yield self._start({"type": str(kind), str(kind): "", **signature})
         yield self._delta({"type": f"{kind}_delta", str(kind): piece})
 
-    def end(self, split: ThoughtSplitter) -> Iterator[bytes]:
-        """The end of the open block; idempotent."""
+    def _close(self) -> Iterator[bytes]:
         if self._open is Kind.THOUGHT:
-            yield self._delta({"type": "signature_delta", "signature": split.signature})
+            yield self._delta({"type": "signature_delta", "signature": self._split.signature})
         if self._open is not None:
-            yield _event("content_block_stop", index=self._number)
+            yield named_event("content_block_stop", index=self._number)
         self._open = None
 
-    def whole(self, block: dict[str, Any], delta: dict[str, Any]) -> Iterator[bytes]:
-        """A block that comes at once."""
+    def _start(self, block: dict[str, Any]) -> bytes:
         self._number += 1
-        yield _event("content_block_start", index=self._number, content_block=block)
-        yield self._delta(delta)
-        yield _event("content_block_stop", index=self._number)
+        return named_event("content_block_start", index=self._number, content_block=block)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        return _event("content_block_delta", index=self._number, delta=delta)
+        return named_event("content_block_delta", index=self._number, delta=delta)
 
 
 def _stop(answer: SessionAnswer) -> dict[str, Any]:
@@ -355,8 +365,3 @@ def _stop(answer: SessionAnswer) -> dict[str, Any]:
     if answer.tool_calls:
         reason = STOPS["tool_calls"]
     return {"stop_reason": reason, "stop_sequence": answer.stop_string or None}
-
-
-def _event(type: str, **fields: Any) -> bytes:
-    body = json.dumps({"type": type, **fields}, separators=(",", ":"))
-    return f"event: {type}\ndata: {body}\n\n".encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
@@ -17,6 +18,50 @@ Positive = Annotated[int, Field(ge=1, lt=MAX_TOKENS)]
 Token = Annotated[int, Field(ge=0, lt=MAX_TOKENS)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Stops = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None
+
+
+def function_schema(name: str, description: str, parameters: Json) -> dict[str, Json]:
+    """A tool that the policy may call, as OpenAI's clients send it and chat templates read it."""
+    described = {"description": description} if description else {}
+    return {
+        "type": "function",
+        "function": {"name": name, **described, "parameters": parameters},
+    }
+
+
+def tool_call(call_id: str, name: str, arguments: Json) -> dict[str, Json]:
+    """A tool call in an assistant's message, as chat templates read it."""
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def text_part(text: str) -> dict[str, Json]:
+    """A part of a message that is text, as chat templates read it."""
+    return {"type": "text", "text": text}
+
+
+def image_part(url: str) -> dict[str, Json]:
+    """A part of a message that is a picture, as chat templates read it; `url` has its bytes."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def content_of(parts: Sequence[Mapping[str, Json]], between: str) -> Json:
+    """The text of the parts, `between` it where one ends; or the parts, where there are pictures."""
+    if all(part["type"] == "text" for part in parts):
+        return between.join(str(part["text"]) for part in parts)
+    return [dict(part) for part in parts]
+
+
+def check_tool_choice(chosen: object) -> None:
+    """Raises ParameterError unless the policy itself chooses among its tools, or gets none."""
+    if chosen not in (None, "none", "auto"):
+        raise ParameterError(
+            "tool_choice",
+            "tool_choice must be none or auto: the policy chooses itself",
+        )
 
 
 class Body(BaseModel):
@@ -76,28 +121,20 @@ class MessageBody(Body):
         content = self.content
         said: Json = content or ""
         if isinstance(content, list):
-            said = "".join(part.text for part in content if isinstance(part, TextPart))
-            if any(isinstance(part, ImagePart) for part in content):
-                said = [
-                    part.model_dump()
-                    if isinstance(part, ImagePart)
-                    else {"type": "text", "text": part.text}
-                    for part in content
-                ]
+            parts = [
+                text_part(part.text)
+                if isinstance(part, TextPart)
+                else image_part(part.image_url.url)
+                for part in content
+            ]
+            said = content_of(parts, "")
         message: dict[str, Json] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": said,
         }
         if self.tool_calls:
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": read_arguments(call.function.arguments),
-                    },
-                }
+                tool_call(call.id, call.function.name, read_arguments(call.function.arguments))
                 for call in self.tool_calls
             ]
         message |= {k: v for k in ("name", "tool_call_id") if (v := getattr(self, k)) is not None}
@@ -208,11 +245,7 @@ class ChatBody(Sampling):
     def ask(self) -> SessionRequest:
         """Raises ParameterError."""
         self.check()
-        if self.tool_choice not in (None, "none", "auto"):
-            raise ParameterError(
-                "tool_choice",
-                "tool_choice must be none or auto: the policy chooses itself",
-            )
+        check_tool_choice(self.tool_choice)
         if self.top_logprobs:
             raise ParameterError(
                 "top_logprobs", "top_logprobs must be 0: only sampled tokens have log-probs"

@@ -21,9 +21,19 @@ from pydantic import Discriminator, Field, FiniteFloat, JsonValue, Tag
 
 from meshrl.contract.errors import MeshError, NotFoundError
 from meshrl.contract.types import Json
-from meshrl.http.gateway.answers import ParameterError, error_body
-from meshrl.http.gateway.models import Body, Positive, checked_text
-from meshrl.http.gateway.thinking import PROMPT_END, Kind, ThoughtSplitter, joined
+from meshrl.http.gateway.answers import ParameterError, error_body, named_event
+from meshrl.http.gateway.models import (
+    Body,
+    Positive,
+    check_tool_choice,
+    checked_text,
+    content_of,
+    function_schema,
+    image_part,
+    text_part,
+    tool_call,
+)
+from meshrl.http.gateway.thinking import Kind, ThoughtSplitter, joined
 from meshrl.rollout.agents.answer_stream import AnswerStream
 from meshrl.rollout.agents.requests import (
     ClientToolCall,
@@ -139,11 +149,7 @@ class ToolItem(Body):
         if self.type == "custom":
             properties: Json = {INPUT: {"type": "string"}}
             parameters = {"type": "object", "properties": properties, "required": [INPUT]}
-        described = {"description": self.description} if self.description else {}
-        return {
-            "type": "function",
-            "function": {"name": self.name, **described, "parameters": parameters},
-        }
+        return function_schema(self.name, self.description, parameters)
 
 
 class ResponsesBody(Body):
@@ -203,10 +209,7 @@ class ResponsesBody(Body):
 
     def ask(self, before: Sequence[ChatMessage]) -> SessionRequest:
         """The request, which continues the messages `before`. Raises ParameterError."""
-        if self.tool_choice not in (None, "none", "auto"):
-            raise ParameterError(
-                "tool_choice", "tool_choice must be none or auto: the policy chooses itself"
-            )
+        check_tool_choice(self.tool_choice)
         format = (self.text or {}).get("format") or {}
         if not isinstance(format, Mapping) or format.get("type", "text") != "text":
             raise ParameterError("text", "text.format must be text")
@@ -238,16 +241,11 @@ def _assistant(items: Sequence[Any]) -> dict[str, Json]:
         thought = "".join(part.text for item in thoughts for part in item.content or [])
         text = joined(thought, text, thoughts[-1].encrypted_content or "")
     calls: list[Json] = [
-        {
-            "id": item.call_id,
-            "type": "function",
-            "function": {
-                "name": item.name,
-                "arguments": read_arguments(item.arguments)
-                if isinstance(item, CallItem)
-                else {INPUT: item.input},
-            },
-        }
+        tool_call(
+            item.call_id,
+            item.name,
+            read_arguments(item.arguments) if isinstance(item, CallItem) else {INPUT: item.input},
+        )
         for item in items
         if isinstance(item, CallItem | CustomCallItem)
     ]
@@ -265,14 +263,11 @@ def _shown(content: Content, between: str = "\n") -> Json:
     """Text; or parts, where there are pictures."""
     if isinstance(content, str):
         return content
-    if all(isinstance(part, TextContent) for part in content):
-        return between.join(part.text for part in content if isinstance(part, TextContent))
-    return [
-        {"type": "text", "text": part.text}
-        if isinstance(part, TextContent)
-        else {"type": "image_url", "image_url": {"url": part.image_url}}
+    parts = [
+        text_part(part.text) if isinstance(part, TextContent) else image_part(part.image_url)
         for part in content
     ]
+    return content_of(parts, between)
 
 
 class SaidBefore:
@@ -299,11 +294,7 @@ class SaidBefore:
     def keep(self, response: str, asked: Sequence[ChatMessage], answer: SessionAnswer) -> None:
         """Remember an answer to the messages `asked`."""
         calls: list[Json] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": read_arguments(call.arguments)},
-            }
+            tool_call(call.id, call.name, read_arguments(call.arguments))
             for call in answer.tool_calls
         ]
         said: dict[str, Json] = {"role": "assistant", "content": answer.text}
@@ -328,24 +319,20 @@ class ResponseFormat:
     def complete(self, asking: AnswerStream, answer: SessionAnswer) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         self.keep(self.id, answer)
-        split, items = self._splitter(asking), _Items(self._custom)
-        for kind, piece in (*split.feed(answer.text), *split.end()):
-            for _ in items.add(kind, piece, split):
-                pass
-        for _ in (*items.end(split), *items.calls(answer.tool_calls)):
+        items = self._items(asking)
+        for _ in (*items.feed(answer.text), *items.end(), *items.calls(answer.tool_calls)):
             pass
         return self._body(items.done, answer)
 
     async def stream(self, asking: AnswerStream) -> AsyncIterator[bytes]:
         """Server-sent events; an error is an event and ends the stream."""
-        split, items = self._splitter(asking), _Items(self._custom)
+        items = self._items(asking)
         for name in ("created", "in_progress"):
             yield items.event(f"response.{name}", response=self._body([], None))
         try:
             async for part in asking:
-                for kind, piece in split.feed(part.text):
-                    for event in items.add(kind, piece, split):
-                        yield event
+                for event in items.feed(part.text):
+                    yield event
         except MeshError as error:
             failure = error_body(error)["error"]
             failed = self._body(items.done, None) | {"status": "failed", "error": failure}
@@ -355,22 +342,15 @@ class ResponseFormat:
         answer = asking.answer
         assert answer is not None
         self.keep(self.id, answer)
-        for kind, piece in (*split.feed(answer.tail), *split.end()):
-            for event in items.add(kind, piece, split):
-                yield event
-        for event in (*items.end(split), *items.calls(answer.tool_calls)):
+        for event in (*items.feed(answer.tail), *items.end(), *items.calls(answer.tool_calls)):
             yield event
         body = self._body(items.done, answer)
         yield items.event(f"response.{body['status']}", response=body)
 
-    @property
-    def _custom(self) -> frozenset[str]:
-        return frozenset(tool.name for tool in self.body.tools if tool.type == "custom")
-
-    def _splitter(self, asking: AnswerStream) -> ThoughtSplitter:
-        wanted = self.body.thinks
-        prompt = self.tokenizer.decode(asking.prompt[-PROMPT_END:].tolist()) if wanted else ""
-        return ThoughtSplitter(prompt, wanted=wanted)
+    def _items(self, asking: AnswerStream) -> _Items:
+        split = ThoughtSplitter.of(asking, self.tokenizer, wanted=self.body.thinks)
+        custom = frozenset(tool.name for tool in self.body.tools if tool.type == "custom")
+        return _Items(split, custom)
 
     def _body(self, output: list[dict[str, Any]], answer: SessionAnswer | None) -> dict[str, Any]:
         """The response object, in progress while there is no answer."""
@@ -413,8 +393,10 @@ class ResponseFormat:
 class _Items:
     """The items of an answer, one open at a time, and their events."""
 
-    def __init__(self, custom: frozenset[str]) -> None:
+    def __init__(self, split: ThoughtSplitter, custom: frozenset[str]) -> None:
+        """`custom` are the names of tools whose input is text."""
         self.done: list[dict[str, Any]] = []
+        self._split = split
         self._custom = custom
         self._open: Kind | None = None
         self._id = ""
@@ -423,30 +405,40 @@ class _Items:
 
     def event(self, type: str, **fields: Any) -> bytes:
         """One server-sent event, numbered."""
-        body = {"type": type, "sequence_number": self._events, **fields}
         self._events += 1
-        return f"event: {type}\ndata: {json.dumps(body, separators=(',', ':'))}\n\n".encode()
+        return named_event(type, sequence_number=self._events - 1, **fields)
 
-    def add(self, kind: Kind, piece: str, split: ThoughtSplitter) -> Iterator[bytes]:
+    def feed(self, text: str) -> Iterator[bytes]:
+        """More of the answer."""
+        for kind, piece in self._split.feed(text):
+            yield from self._add(kind, piece)
+
+    def end(self) -> Iterator[bytes]:
+        """The end of the answer's text."""
+        for kind, piece in self._split.end():
+            yield from self._add(kind, piece)
+        yield from self._close()
+
+    def _add(self, kind: Kind, piece: str) -> Iterator[bytes]:
         """Text of an item, which begins where the kind changes."""
         if kind is not self._open:
-            yield from self.end(split)
+            yield from self._close()
             self._open, self._text = kind, ""
             self._id = f"{'msg' if kind is Kind.TEXT else 'rs'}_{secrets.token_hex(12)}"
-            item = self._item("", "in_progress", split) | {"content": []}
+            item = self._item("", "in_progress") | {"content": []}
             yield self._of_item("response.output_item.added", item=item)
             yield self._of_part("response.content_part.added", part=_part(kind, ""))
         self._text += piece
         yield self._of_part(f"response.{_part_type(kind)}.delta", delta=piece)
 
-    def end(self, split: ThoughtSplitter) -> Iterator[bytes]:
+    def _close(self) -> Iterator[bytes]:
         """The end of the open item; idempotent."""
         if self._open is None:
             return
         kind = self._open
         yield self._of_part(f"response.{_part_type(kind)}.done", text=self._text)
         yield self._of_part("response.content_part.done", part=_part(kind, self._text))
-        item = self._item(self._text, "completed", split)
+        item = self._item(self._text, "completed")
         yield self._of_item("response.output_item.done", item=item)
         self.done.append(item)
         self._open = None
@@ -477,12 +469,12 @@ class _Items:
             yield self._of_item("response.output_item.done", item=item)
             self.done.append(item)
 
-    def _item(self, text: str, status: str, split: ThoughtSplitter) -> dict[str, Any]:
+    def _item(self, text: str, status: str) -> dict[str, Any]:
         content = [_part(Kind.TEXT if self._open is Kind.TEXT else Kind.THOUGHT, text)]
         if self._open is Kind.TEXT:
             said = {"role": "assistant", "status": status, "content": content}
             return {"id": self._id, "type": "message", **said}
-        signature = split.signature if status == "completed" else None
+        signature = self._split.signature if status == "completed" else None
         thought = {"summary": [], "content": content, "encrypted_content": signature}
         return {"id": self._id, "type": "reasoning", **thought}
 

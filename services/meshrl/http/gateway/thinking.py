@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import StrEnum
 
+from meshrl.rollout.agents.answer_stream import AnswerStream
+from meshrl.rollout.tokenizer import Tokenizer
+
 OPENING, CLOSING = "<think>", "</think>"
 PROMPT_END = 16
 """Tokens at the end of a prompt that may open a thought."""
@@ -27,6 +30,12 @@ class ThoughtSplitter:
         self._kind = Kind.TEXT if self._marks[0] or not wanted else Kind.THOUGHT
         self._may_open = wanted and self._kind is Kind.TEXT
         self._held = ""
+
+    @classmethod
+    def of(cls, asking: AnswerStream, tokenizer: Tokenizer, *, wanted: bool) -> ThoughtSplitter:
+        """The splitter of an answer that begins behind the prompt of `asking`."""
+        prompt = tokenizer.decode(asking.prompt[-PROMPT_END:].tolist()) if wanted else ""
+        return cls(prompt, wanted=wanted)
 
     @property
     def signature(self) -> str:
