@@ -22,7 +22,7 @@ MOST_MODULES = 25
 CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
-PRODUCT_LINES = 111_650
+PRODUCT_LINES = 111_700
 """The most lines of the product, generated code left out. It only falls, or the commit names what pays for more."""
 TEST_LINES = 76_950
 """The most lines under tests/, without the simulation and the doubles."""

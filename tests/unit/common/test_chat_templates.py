@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers.utils import chat_template_utils
 
-from meshrl.common import chat_templates
+from meshrl.common import template_sandbox
 from meshrl.common.chat_templates import rendered
 from meshrl.contract.errors import UserError
 
@@ -105,9 +105,9 @@ MESSAGES = [{"role": "user", "content": " hi "}, {"role": "assistant", "content"
 
 @pytest.fixture
 def _bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_templates, "MOST", 24 << 20)
+    monkeypatch.setattr(template_sandbox, "MOST", 24 << 20)
     # A billion characters at once would be made before a clock is looked at: only counting ends these.
-    monkeypatch.setattr(chat_templates, "MOST_S", 1e9)
+    monkeypatch.setattr(template_sandbox, "MOST_S", 1e9)
 
 
 @pytest.mark.parametrize("template", BOMBS)
