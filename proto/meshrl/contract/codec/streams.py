@@ -142,16 +142,22 @@ def encode_facts(facts: Sequence[Sequence[RowFacts]]) -> pb.Facts | None:
     every = list(chain.from_iterable(facts))
     if not every:
         return None
-    outcomes, num_tokens, oldest, newest, finish_reasons, prompt_tokens = zip(*every, strict=True)
-    return pb.Facts(
-        given=[bool(of_group) for of_group in facts],
-        outcomes=map(OUTCOMES.number_of.__getitem__, outcomes),
-        num_tokens=num_tokens,
-        oldest=_encode_versions(oldest),
-        newest=_encode_versions(newest),
-        finish_reasons=finish_reasons,
-        prompt_tokens=prompt_tokens if any(prompt_tokens) else (),
-    )
+    columns, finish_reasons = _fact_columns(every)
+    given = [bool(of_group) for of_group in facts]
+    return pb.Facts(given=given, finish_reasons=finish_reasons, **columns)
+
+
+def _fact_columns(every: Sequence[RowFacts]) -> tuple[dict[str, Any], Sequence[str]]:
+    """The fields of Facts and of Batch for these rows, and their finish reasons, which a batch has not."""
+    columns = zip(*every, strict=True) if every else ((),) * 6
+    outcomes, num_tokens, oldest, newest, finish_reasons, prompt_tokens = columns
+    return {
+        "outcomes": map(OUTCOMES.number_of.__getitem__, outcomes),
+        "num_tokens": num_tokens,
+        "oldest": _encode_versions(oldest),
+        "newest": _encode_versions(newest),
+        "prompt_tokens": prompt_tokens if any(prompt_tokens) else (),
+    }, finish_reasons
 
 
 @decoder
@@ -163,38 +169,39 @@ def decode_facts(message: pb.Facts, counts: Sequence[int]) -> list[tuple[RowFact
     given = [
         count if has_facts else 0 for count, has_facts in zip(counts, message.given, strict=True)
     ]
-    rows = sum(given)
+    return _facts_of(message, given, message.finish_reasons[:])
+
+
+def _facts_of(
+    message: pb.Facts | pb.Batch, counts: Sequence[int], finish_reasons: Sequence[str]
+) -> list[tuple[RowFacts, ...]]:
+    """The facts of each group's rows from the fields that both messages have."""
+    rows = sum(counts)
     columns = (
         list(map(OUTCOMES.member_of.__getitem__, message.outcomes[:])),
         message.num_tokens[:],
         _decode_versions(message.oldest, rows),
         _decode_versions(message.newest, rows),
-        message.finish_reasons[:],
+        finish_reasons,
         message.prompt_tokens[:] or [0] * rows,
     )
     if any(len(column) != rows for column in columns):
         malformed(f"{rows} rows, facts of {sorted({len(column) for column in columns})}")
-    return per_group([_facts(row) for row in zip(*columns, strict=True)], given, "facts")
+    return per_group([_facts(row) for row in zip(*columns, strict=True)], counts, "facts")
 
 
 @encoder
 def encode_batch(batch: Batch) -> pb.Batch:
     """The manifest."""
     groups = batch.groups
-    every = list(chain.from_iterable([group.facts for group in groups]))
-    columns = zip(*every, strict=True) if every else ((),) * 6
-    outcomes, num_tokens, oldest, newest, _, prompt_tokens = columns
+    columns, _ = _fact_columns([facts for group in groups for facts in group.facts])
     return pb.Batch(
         batch_id=batch.batch_id,
         run=batch.run,
         step=batch.step,
         rows=encode_rows(groups),
         sizes=[group.group_size for group in groups],
-        num_tokens=num_tokens,
-        oldest=_encode_versions(oldest),
-        newest=_encode_versions(newest),
-        outcomes=map(OUTCOMES.number_of.__getitem__, outcomes),
-        prompt_tokens=prompt_tokens if any(prompt_tokens) else (),
+        **columns,
     )
 
 
@@ -204,18 +211,7 @@ def decode_batch(message: pb.Batch) -> Batch:
     tasks, counts, indices, attempts = named_rows(message.rows)
     if len(message.sizes) != len(tasks):
         malformed(f"{len(tasks)} groups with {len(message.sizes)} sizes")
-    rows = sum(counts)
-    columns = (
-        list(map(OUTCOMES.member_of.__getitem__, message.outcomes[:])),
-        message.num_tokens[:],
-        _decode_versions(message.oldest, rows),
-        _decode_versions(message.newest, rows),
-        [""] * rows,
-        message.prompt_tokens[:] or [0] * rows,
-    )
-    if any(len(column) != rows for column in columns):
-        malformed(f"{rows} rows, facts of {sorted({len(column) for column in columns})}")
-    facts = per_group([_facts(row) for row in zip(*columns, strict=True)], counts, "facts")
+    facts = _facts_of(message, counts, [""] * sum(counts))
     groups = [
         RowBlock(
             task=task, indices=of_indices, attempts=of_attempts, group_size=size, facts=of_facts
