@@ -49,7 +49,8 @@ class Schedule:
 
     batch: Batch
     rows: tuple[BatchRow, ...]
-    """Sorted by group and index: the order in which rows arrived must not change a bit of the weights."""
+    """Sorted by group and index: the order in which rows arrived must not change a bit of the weights. Their prompts
+    have no tokens where siblings do not share them."""
     mini_batches: tuple[MiniBatch, ...]
     baselines: tuple[BatchRow, ...] = ()
     """Rows that are not trained: their reward is the baseline of their group (ReMax)."""
@@ -84,6 +85,8 @@ def schedule(
     """
     ordered = sorted(batch.rows, key=lambda row: (row.group, row.uid.index, row.uid.attempt))
     rows = tuple(row for row in ordered if not is_baseline(row, extra_rows))
+    if not share_prompts:
+        rows = tuple(replace(row, prompt_tokens=0) for row in rows)
     baselines = tuple(row for row in ordered if is_baseline(row, extra_rows))
     groups = [
         [index for index, _ in part]
@@ -94,14 +97,10 @@ def schedule(
     for start in range(0, len(groups), size):
         units = groups[start : start + size]
         if not whole_groups:
-            laid = sum(pack_size(rows, group, share_prompts).laid for group in units)
+            laid = sum(pack_size(rows, group).laid for group in units)
             most = min(max_tokens, laid // ranks) // GROUP_PARTS
-            units = [
-                part
-                for group in units
-                for part in _parts_of_group(rows, group, most, share_prompts)
-            ]
-        sizes = [pack_size(rows, unit, share_prompts) for unit in units]
+            units = [part for group in units for part in _parts_of_group(rows, group, most)]
+        sizes = [pack_size(rows, unit) for unit in units]
         minis.append(_mini_batch(units, sizes, ranks, max_tokens))
     return Schedule(
         batch=batch,
@@ -112,9 +111,7 @@ def schedule(
     )
 
 
-def redrawn(
-    schedule: Schedule, sample: Sequence[int], *, max_tokens: int, share_prompts: bool = True
-) -> tuple[MiniBatch, ...]:
+def redrawn(schedule: Schedule, sample: Sequence[int], *, max_tokens: int) -> tuple[MiniBatch, ...]:
     """The mini-batches of `schedule`, each row as often as `sample` (sorted, with repetitions) has it.
 
     A row stays on the rank that fetched it. A mini-batch of which nothing was drawn is left out.
@@ -125,7 +122,7 @@ def redrawn(
         shares = []
         for rank in mini.ranks:
             rows = [row for micro in rank for row in micro for _ in range(counts[row])]
-            sizes = [pack_size(schedule.rows, [row], share_prompts) for row in rows]
+            sizes = [pack_size(schedule.rows, [row]) for row in rows]
             shares.append([tuple(rows[i] for i in micro) for micro in cut(sizes, max_tokens)])
         most = max(len(share) for share in shares)
         if most:
@@ -140,20 +137,18 @@ def is_baseline(row: BatchRow, extra_rows: int) -> bool:
     return row.uid.index >= row.group_size - extra_rows
 
 
-def pack_size(rows: Sequence[BatchRow], members: Sequence[int], share_prompts: bool) -> PackSize:
+def pack_size(rows: Sequence[BatchRow], members: Sequence[int]) -> PackSize:
     """The size of these rows of one group in a micro-batch."""
     tokens = sum(rows[row].num_tokens for row in members)
-    prompts = [rows[row].prompt_tokens for row in members] if share_prompts else [0]
+    prompts = [rows[row].prompt_tokens for row in members]
     return PackSize(tokens, tokens - sum(prompts), rows[members[0]].group, max(prompts))
 
 
-def _parts_of_group(
-    rows: Sequence[BatchRow], group: Sequence[int], most: int, share_prompts: bool
-) -> list[list[int]]:
+def _parts_of_group(rows: Sequence[BatchRow], group: Sequence[int], most: int) -> list[list[int]]:
     """A group in parts that lay at most `most` tokens; a row that has more is a part of its own."""
     parts: list[list[int]] = []
     for row in group:
-        if not parts or pack_size(rows, [*parts[-1], row], share_prompts).laid > most:
+        if not parts or pack_size(rows, [*parts[-1], row]).laid > most:
             parts.append([])
         parts[-1].append(row)
     return parts

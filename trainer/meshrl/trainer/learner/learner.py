@@ -196,13 +196,9 @@ class Learner:
             mini_batch_groups=self._actor.ppo_mini_batch_size,
             whole_groups=self.needs.whole_groups,
             extra_rows=self.needs.extra_rows,
-            share_prompts=self._shares_prompts,
+            # Experts that are replayed may differ between siblings: then each has its own prompt.
+            share_prompts=self.world.sequence is None and self._routing is None,
         )
-
-    @property
-    def _shares_prompts(self) -> bool:
-        """Whether siblings surely have their prompt laid once: not where experts of its tokens are replayed."""
-        return self.world.sequence is None and self._routing is None
 
     def learn(
         self,
@@ -349,12 +345,7 @@ class Learner:
         sample = self._objective.resampled(experience, generator)
         if sample is None:
             return schedule.mini_batches
-        return redrawn(
-            schedule,
-            sample,
-            max_tokens=self._actor.ppo_max_token_len_per_gpu,
-            share_prompts=self._shares_prompts,
-        )
+        return redrawn(schedule, sample, max_tokens=self._actor.ppo_max_token_len_per_gpu)
 
     def _improve(self, minis: Sequence[MiniBatch], work: _StepState, step: int) -> dict[str, Json]:
         """The policy's updates."""
