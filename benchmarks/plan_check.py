@@ -4,7 +4,7 @@
 
 Each mesh is a `meshrl up`: every service is a process and every call goes over gRPC. Engines take a GPU's time
 without one (`tests.doubles.paced_engine`), and the trainer's step of a tiny model pauses for most of its time, so
-that two cores have little to do. Reward functions, the judge behind HTTP and tools sleep. The planner is told what
+that two cores have little to do. Reward functions, the judge behind HTTP and tools sleep. The planner gets what
 a user would measure: tokens a second, lengths, seconds of a reward and of a call, and the trainer's own time in a
 step of the run. It predicts samples an hour and mean staleness, as the mean of SEEDS simulations. Timed are the
 steps after the first FEW. One line a mesh; the last line is one JSON object.

@@ -11,7 +11,7 @@ annotator that reads the tokens and adds reward and reference log-probs, one con
 
 Each round starts every system anew, ours and theirs in turn; a first small pass warms it up. The clock runs from the
 first row offered to the last one consumed (ours: settled, published and committed as well). CPU is that of all
-processes of a system, without Ray's daemons, which are told apart ("framework"). `put` is a call that stores rows,
+processes of a system, without Ray's daemons, which are listed alone ("framework"). `put` is a call that stores rows,
 `take` the time from asking for 256 samples to holding them, waiting included. After the clock has stopped the
 consumer's rows are compared with what was made, byte for byte: a lost, repeated or mixed-up row ends the benchmark.
 The last line is one JSON object.
@@ -26,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 
 if __name__ == "__main__":
     sys.path[0] = str(HERE / "queue_bench")
+    sys.path.append(str(HERE))
     from sizes import of_each
 
     of_each(str(__doc__))

@@ -39,6 +39,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from neighbours import Neighbours
 from reward_bench.services import measure
 
 from meshrl.contract.types import Outcome, Sample, Uid
@@ -258,6 +259,7 @@ async def main() -> None:
     parser.add_argument("--verl", type=Path, default=PEER)
     options = parser.parse_args()
     batch, cores = samples(options.samples), os.sched_getaffinity(0)
+    neighbours = Neighbours()
     os.sched_setaffinity(0, {max(cores)})
     judges = {
         "off": judge_of(SINGLE, Isolation.OFF),
@@ -300,6 +302,7 @@ async def main() -> None:
         "overhead_us_at_64": above,
         "hostile": {name: round(value, 3) for name, value in hostile.items()},
         "services": {name: round(value, 3) for name, value in services.items()},
+        **neighbours.seen(),
     }
     print(json.dumps(report))
 

@@ -6,7 +6,8 @@ The same model (random weights), prompts, reward function, batch and cores for b
 recipes/demo/recipe.yaml with one rollout worker: queue, reward, reference, trainer, rollout and feeder, each a
 process of its own with one thread. TRL 1.16.0 does all in one process, with as many threads as there are cores. The
 clock runs from the start of the command until the first optimizer step is done; ours reads the time of the step from
-metrics.jsonl. Ours and theirs in turn; the last line is one JSON object with the medians.
+metrics.jsonl. Processor seconds are those of the whole command: ours ends with a checkpoint and six processes, theirs
+at once, its held-out prompts left out. Ours and theirs in turn; the last line is one JSON object with the medians.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 # Without this folder, whose queue.py is not the standard library's.
 sys.path[0] = str(HERE / "trainer_bench")
+sys.path.append(str(HERE))
+
+from neighbours import Neighbours, own_s  # noqa: E402
 
 from meshrl.cli.demo.prepare import programs  # noqa: E402
 from meshrl.cli.demo.tiny_model import write_tiny_model  # noqa: E402
@@ -54,11 +58,11 @@ def assets(directory: Path) -> list[str]:
     ]
 
 
-def ours(changes: list[str]) -> float:
-    """Seconds to the first step of `meshrl up`."""
+def ours(changes: list[str]) -> tuple[float, float]:
+    """Seconds to the first step of `meshrl up`, and processor seconds of the command."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "meshrl.cli", "up", "--plain", RECIPE, *changes]
-        started = time.time()
+        started, before = time.time(), own_s()
         done = subprocess.run(
             [*command, f"run.dir={directory}"],
             cwd=ROOT,
@@ -71,11 +75,11 @@ def ours(changes: list[str]) -> float:
             sys.exit(f"meshrl up: exit {done.returncode}\n{done.stdout[-2000:]}{done.stderr}")
         lines = map(json.loads, (Path(directory) / "metrics.jsonl").read_text().splitlines())
         first = next(line for line in lines if "reward/mean" in line)
-    return float(first["time/unix_s"]) - started
+    return float(first["time/unix_s"]) - started, own_s() - before
 
 
-def theirs(recipe: Recipe, directory: Path, threads: int) -> float:
-    """Seconds to the first step of GRPOTrainer."""
+def theirs(recipe: Recipe, directory: Path, threads: int) -> tuple[float, float]:
+    """Seconds to the first step of GRPOTrainer, and processor seconds of the command."""
     order = {
         "model": str(directory / "model"),
         "train": str(directory / "train.jsonl"),
@@ -114,7 +118,7 @@ def theirs(recipe: Recipe, directory: Path, threads: int) -> float:
         sys.exit(f"trl: exit {done.returncode}\n{done.stderr[-2000:]}")
     found = json.loads(done.stdout.splitlines()[-1])
     (seconds,) = (point["seconds"] for point in found["curve"] if point["step"] == 1)
-    return float(found["began"] - started + seconds)
+    return found["began"] - started + seconds, found["start_up_cpu_s"] + found["cpu_s"]
 
 
 def main() -> None:
@@ -125,26 +129,41 @@ def main() -> None:
     if not PEER.exists():
         sys.exit(f"{PEER}: no such file; `make venv-peer-trl` installs TRL")
     os.chdir(ROOT)
+    os.environ.pop(
+        "PYTHONDONTWRITEBYTECODE", None
+    )  # else each start compiles what has no byte code yet
     recipe = load_recipe(RECIPE, [], check=False)
     cores = len(os.sched_getaffinity(0))
-    runs: dict[str, list[float]] = {"meshrl": [], "trl": []}
+    neighbours = Neighbours()
+    runs: dict[str, list[tuple[float, float]]] = {"meshrl": [], "trl": []}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         changes = assets(directory)
         for _ in range(arguments.repeats):
-            runs["meshrl"].append(round(ours(changes), 2))
-            runs["trl"].append(round(theirs(recipe, directory, cores), 2))
-            print(
-                f"  meshrl {runs['meshrl'][-1]:6.2f} s   trl {runs['trl'][-1]:6.2f} s", flush=True
-            )
-    mine, peer = (statistics.median(times) for times in runs.values())
+            for name, found in (
+                ("meshrl", ours(changes)),
+                ("trl", theirs(recipe, directory, cores)),
+            ):
+                runs[name].append(found)
+                print(f"  {name:6} {found[0]:6.2f} s, {found[1]:6.2f} processor s", flush=True)
+    medians = {
+        name: tuple(round(statistics.median(column), 2) for column in zip(*found, strict=True))
+        for name, found in runs.items()
+    }
+    (mine, mine_cpu), (peer, peer_cpu) = medians.values()
     result = {
         "benchmark": "startup",
         "cores": cores,
-        "meshrl_s": round(mine, 2),
-        "trl_s": round(peer, 2),
+        "meshrl_s": mine,
+        "trl_s": peer,
         "ratio": round(mine / peer, 2),
-        "runs": runs,
+        "meshrl_cpu_s": mine_cpu,
+        "trl_cpu_s": peer_cpu,
+        "cpu_ratio": round(mine_cpu / peer_cpu, 2),
+        **neighbours.seen(),
+        "runs": {
+            name: [[round(x, 2) for x in pair] for pair in found] for name, found in runs.items()
+        },
     }
     print(json.dumps(result))
 

@@ -10,10 +10,12 @@ runs with one thread and with as many as there are cores, and the faster run cou
 
 Both sides are judged alike: the weights after each step, decoded greedily by transformers on held-out prompts. TRL is
 judged between steps, with the clock stopped. Ours saves a checkpoint after each step, with the clock running, and is
-judged by them after the run. The clock runs from where all processes are up (ours: every service serves, and the
-first version with them) until the step is made whose weights reach the target. Start-up, from the start of the
-command to there, is a figure of its own. So is the processor time of all processes: on a machine that others use, it
-is what can be compared. Ours and theirs in turn; the last line is one JSON object with medians of the rounds.
+judged by them after the run. One clock runs from the start of the command, another from where all processes are up
+(ours: every service serves, and the first version with them), until the step is made whose weights reach the target;
+start-up is what lies between the two. Processor time of all processes goes with each: on a machine that others use,
+it is what can be compared, and the result says whether others used this one. Ours goes on behind the target, and each
+of its steps is taken to cost the same. Ours and theirs in turn; the last line is one JSON object with medians of the
+rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import argparse
 import itertools
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -36,7 +37,9 @@ ROOT = HERE.parent
 # Without this folder, whose queue.py is not the standard library's.
 sys.path[0] = str(HERE / "trainer_bench")
 
+sys.path.append(str(HERE))
 from accuracy import accuracy, score_of  # noqa: E402
+from neighbours import Neighbours, own_s  # noqa: E402
 
 from meshrl.cli.demo.prepare import prepare  # noqa: E402
 from meshrl.config import load_recipe  # noqa: E402
@@ -65,25 +68,28 @@ def ours(recipe: Recipe, arguments: argparse.Namespace) -> dict[str, Any]:
         ]
         command = [Path(sys.executable).with_name("meshrl"), "up", "--plain", RECIPE, *changes]
         started = time.time()
-        began, cpu_s = _run(command, {"OMP_NUM_THREADS": "1"})
+        began, start_up_cpu_s, cpu_s = _run(command, {"OMP_NUM_THREADS": "1"})
         lines = [
             json.loads(x) for x in (Path(directory) / "metrics.jsonl").read_text().splitlines()
         ]
         step_times = {x["step"]: x["time/unix_s"] - began for x in lines if "reward/mean" in x}
         curve = _judged(Path(directory), recipe, step_times, arguments.target)
     steps = [step_times[step] - step_times[step - 1] for step in sorted(step_times)[1:]]
-    return _reached(curve, arguments.target) | {
-        "start_up_s": round(began - started, 1),
-        "step_s": round(statistics.median(steps), 2),
-        "cpu_s_per_step": round(cpu_s / arguments.steps, 2),
-    }
+    return _figures(
+        curve,
+        arguments.target,
+        start_up=(began - started, start_up_cpu_s),
+        step=(statistics.median(steps), cpu_s / arguments.steps),
+    )
 
 
-def _run(command: list[Any], environment: dict[str, str]) -> tuple[float, float]:
-    """Run a command to its end; returns when it was up, and the processor time of all processes from then on."""
+def _run(command: list[Any], environment: dict[str, str]) -> tuple[float, float, float]:
+    """Run a command to its end.
+
+    Returns when it was up, and the processor time of all of its processes until then and from then on.
+    """
     up: dict[str, float] = {}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = 0.0
+    before, spent = own_s(), 0.0
     lines: list[str] = []
     with subprocess.Popen(
         command,
@@ -103,15 +109,13 @@ def _run(command: list[Any], environment: dict[str, str]) -> tuple[float, float]
                         spent = _cpu_s(running.pid)
     if running.returncode or len(up) < len(UP):
         sys.exit(f"meshrl up: exit {running.returncode}, {up}\n{''.join(lines)[-2000:]}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    total = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return max(up.values()), total - spent
+    return max(up.values()), spent, own_s() - before - spent
 
 
 def _cpu_s(pid: int) -> float:
-    """Processor time of a live process and its descendants until now."""
+    """Processor time of a live process and its descendants until now, those that have ended among them."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    own = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return own + sum(_cpu_s(int(child)) for child in children)
 
@@ -181,26 +185,65 @@ def theirs(recipe: Recipe, arguments: argparse.Namespace, threads: int) -> dict[
     found = json.loads(done.stdout.splitlines()[-1])
     curve = found["curve"]
     steps = [b["seconds"] - a["seconds"] for a, b in itertools.pairwise(curve)]
-    return _reached(curve, arguments.target) | {
-        "threads": threads,
-        "start_up_s": round(found["began"] - started, 1),
-        "step_s": round(statistics.median(steps), 2),
-        "cpu_s_per_step": round(found["cpu_s"] / len(steps), 2),
-    }
+    figures = _figures(
+        curve,
+        arguments.target,
+        start_up=(found["began"] - started, found["start_up_cpu_s"]),
+        step=(statistics.median(steps), found["cpu_s"] / len(steps)),
+    )
+    return {"threads": threads} | figures
 
 
-def _reached(curve: list[dict[str, float]], target: float) -> dict[str, Any]:
-    times = [point["seconds"] for point in curve if point["accuracy"] >= target]
+def _figures(
+    curve: list[dict[str, float]],
+    target: float,
+    *,
+    start_up: tuple[float, float],
+    step: tuple[float, float],
+) -> dict[str, Any]:
+    """The figures of one run; `start_up` and `step` are wall and processor seconds."""
+    reached = next((point for point in curve if point["accuracy"] >= target), None)
     points = [
         [point["step"], round(point["seconds"], 1), round(point["accuracy"], 3)] for point in curve
     ]
-    return {"seconds": round(times[0], 1) if times else None, "curve": points}
+    found: dict[str, Any] = {"seconds": None, "command_s": None, "command_cpu_s": None}
+    if reached is not None:
+        found = {
+            "seconds": round(reached["seconds"], 1),
+            "command_s": round(start_up[0] + reached["seconds"], 1),
+            "command_cpu_s": round(start_up[1] + reached["step"] * step[1], 1),
+        }
+    return found | {
+        "start_up_s": round(start_up[0], 1),
+        "start_up_cpu_s": round(start_up[1], 1),
+        "step_s": round(step[0], 2),
+        "cpu_s_per_step": round(step[1], 2),
+        "curve": points,
+    }
 
 
-def _median(runs: list[dict[str, Any]], key: str) -> float | None:
-    """None where a run never got there."""
-    values = [run[key] for run in runs]
-    return None if None in values else round(statistics.median(values), 1)
+FIGURES = (
+    "seconds",
+    "command_s",
+    "command_cpu_s",
+    "start_up_s",
+    "start_up_cpu_s",
+    "step_s",
+    "cpu_s_per_step",
+)
+
+
+def _medians(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float | None]]:
+    """Figure to side to its median, None where a run never got there; `ratio` is the peer's to ours."""
+    found: dict[str, dict[str, float | None]] = {}
+    for key in FIGURES:
+        sides: dict[str, float | None] = {}
+        for name, done in runs.items():
+            values = [run[key] for run in done]
+            sides[name] = None if None in values else round(statistics.median(values), 2)
+        mine, peer = sides["meshrl"], sides["trl"]
+        found[key] = sides | {"ratio": round(peer / mine, 2) if mine and peer else None}
+    return found
 
 
 def main() -> None:
@@ -215,25 +258,27 @@ def main() -> None:
     if not PEER.exists():
         sys.exit(f"{PEER}: no such file; `make venv-peer-trl` installs TRL")
     os.chdir(ROOT)
+    os.environ.pop(
+        "PYTHONDONTWRITEBYTECODE", None
+    )  # else each start compiles what has no byte code yet
     recipe = load_recipe(RECIPE, [], check=False)
     prepare(recipe.model.path.parent, seed=recipe.run.seed, report=lambda phase, progress: None)
     cores = len(os.sched_getaffinity(0))
+    neighbours = Neighbours()
     runs: dict[str, list[dict[str, Any]]] = {"meshrl": [], "trl": []}
     for _ in range(arguments.rounds):
         runs["meshrl"].append(ours(recipe, arguments))
         tries = [theirs(recipe, arguments, threads) for threads in sorted({1, cores})]
         runs["trl"].append(min(tries, key=lambda run: run["seconds"] or LIMIT_S))
-    mine, peer = (_median(found, "seconds") for found in runs.values())
+    medians = _medians(runs)
+    for key, sides in medians.items():
+        print(f"  {key:15} {'   '.join(f'{name} {value}' for name, value in sides.items())}")
     result = {
         "benchmark": "time_to_accuracy",
         "target": arguments.target,
         "cores": cores,
-        "meshrl_s": mine,
-        "trl_s": peer,
-        "speedup": round(peer / mine, 2) if mine and peer else None,
-        "start_up_s": {name: _median(found, "start_up_s") for name, found in runs.items()},
-        "step_s": {name: _median(found, "step_s") for name, found in runs.items()},
-        "cpu_s_per_step": {name: _median(x, "cpu_s_per_step") for name, x in runs.items()},
+        **medians,
+        **neighbours.seen(),
         "lr": arguments.lr,
         "runs": runs,
     }

@@ -77,7 +77,7 @@ class Spent(NamedTuple):
     own_s: float
     """The share of tracing in them, and of the clock that measures it."""
     rows: int
-    """That were trained."""
+    """Trained rows."""
 
     def since(self, other: Spent) -> Spent:
         """The difference to `other`, which came before."""

@@ -35,7 +35,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[0] = str(HERE / "trainer_bench")
+sys.path.append(str(HERE))
 
+from neighbours import Neighbours  # noqa: E402
 from work import DEMO, GROUP, WIDE, Work  # noqa: E402
 
 PEER = ROOT / ".venv-peer-trl" / "bin" / "python"
@@ -159,19 +161,21 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="a checkout of another commit")
     given = parser.parse_args()
     works = {work.name: work for work in (WIDE, DEMO)}
+    neighbours = Neighbours()
+    result: dict[str, Any] = {"benchmark": "trainer_step", "threads": given.threads}
     if given.against:
-        builds = {
+        result["builds"] = {
             name: compare_builds(works[name], given.threads, given.steps, given.against)
             for name in given.work.split(",")
         }
-        print(json.dumps({"benchmark": "trainer_step", "threads": given.threads, "builds": builds}))
+        print(json.dumps(result | neighbours.seen()))
         return
     if not PEER.exists():
         sys.exit(f"{PEER}: no such file; `make venv-peer-trl` installs TRL")
-    results = {
+    result["results"] = {
         name: compare(works[name], given.threads, given.steps) for name in given.work.split(",")
     }
-    print(json.dumps({"benchmark": "trainer_step", "threads": given.threads, "results": results}))
+    print(json.dumps(result | neighbours.seen()))
 
 
 if __name__ == "__main__":

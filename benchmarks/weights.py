@@ -45,6 +45,7 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/ of the checkout
 sys.path.insert(0, str(Path(__file__).parent / "weights_bench"))
 
 from copies import Copies
@@ -52,9 +53,9 @@ from source import Drifting
 
 from fleet import Fleet, Update, opened
 from meshrl.contract.types import Version
-from meshrl.testing.devices.stub import PATTERN
-from meshrl.testing.libraries.stub import VARIABLE
 from meshrl.weights.shared_memory import SharedMemory
+from tests.doubles import nccl
+from tests.doubles.device import PATTERN
 
 PARTS = ("exact", "speed", "kill", "stop", "root", "copies", "staging", "hung", "plan")
 GATHER_S = 0.5
@@ -194,7 +195,7 @@ class Bench:
         """Count the bytes that leave the trainer: each bucket that is read for sending."""
         self.results["root"] = {}
         for carrier in [each for each in self.options.carriers if each in ("gloo", "nccl")]:
-            config = self.config(carrier, nccl={"library": "stub"}, bucket_bytes=SMALL // 4)
+            config = self.config(carrier, nccl=nccl.settings(), bucket_bytes=SMALL // 4)
             versions, seconds = {}, {}
             for count in self.options.replicas:
                 names = [f"receiver-{index}" for index in range(count)]
@@ -221,9 +222,8 @@ class Bench:
         for carrier, *flags in (("shm",), ("gloo",), ("nccl",), ("nccl", "--lends")):
             place = self.place("copies")
             crossings = place.with_suffix(".crossings")
-            env = {VARIABLE: json.dumps({"crossings": str(crossings)})}
-            nccl = {"library": "stub", "env": env}
-            config = self.config(carrier, nccl=nccl, bucket_bytes=SMALL // 4)
+            stub = nccl.settings(crossings=str(crossings))
+            config = self.config(carrier, nccl=stub, bucket_bytes=SMALL // 4)
             weights = Drifting(SMALL, SMALL // 4)
             async with opened(config, place, NAMES, *flags) as fleet:
                 for _ in range(WARM):
@@ -314,7 +314,7 @@ class Bench:
         """The gather before the transfer, and beside it."""
         self.results["plan"] = {"gather_s": GATHER_S}
         for carrier in self.options.carriers:
-            config = self.config(carrier, nccl={"library": "stub"}, bucket_bytes=self.bytes // 8)
+            config = self.config(carrier, nccl=nccl.settings(), bucket_bytes=self.bytes // 8)
             weights = Drifting(self.bytes, self.bytes // 8)
             seconds: dict[str, list[float]] = {"before": [], "beside": []}
             taken: dict[str, list[float]] = {"before": [], "beside": []}

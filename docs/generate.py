@@ -38,10 +38,10 @@ EXITS = {
     Exit.FAILED: "an error of the mesh or the machine; for `ledger`: it does not balance; for `health`: not ready",
     Exit.USER_ERROR: "a recipe, an option or a file is wrong: the same command would fail again",
     Exit.NO_PROGRESS: "`serve rollout`: the engine failed all the time, and no row was written",
-    Exit.PART_FAILED: "`serve trainer`: a part of a batch that trainers died with failed; started again, it goes on",
-    Exit.REFUSED: "`serve`: no room, permission or file, or a wrong credential: another start would meet it again",
+    Exit.PART_FAILED: "`serve trainer`: a part of a batch that killed trainers failed; start it again to continue",
+    Exit.REFUSED: "`serve`: no room, permission or file, or a wrong credential: another start would fail again",
     Exit.PORT_IN_USE: "`serve`: another process has the port; another port would work",
-    Exit.DRAINED: "`up`, `serve trainer`: saved and ended by SIGTERM before the run was done; run again, it goes on",
+    Exit.DRAINED: "`up`, `serve trainer`: saved and ended by SIGTERM before the run was done; run it again to resume",
 }
 
 
@@ -279,8 +279,9 @@ def identity_page() -> str:
         "# Who may call what",
         NOTE,
         "Every gRPC method asks who calls, on loopback too, but health (`grpc.health.v1`), which is open. So do the",
-        "HTTP servers: a route of the reward registry is for whom its method is for, `/metrics` for `reader` and",
-        "`operator`, claims of sessions for `agent` and `operator`; a session's key opens that session alone. A",
+        "HTTP servers: a route of the reward registry has the roles of its method, `/metrics` for `reader` and",
+        "`operator`, claims of sessions for `agent` and `operator`; a session's key opens that session alone. The",
+        "Tinker API, and only it, takes its credential as `x-api-key: tml-...`, of `tuner` or `operator`. A",
         "caller shows a credential (`authorization: Bearer ...`) or, over mutual TLS, a certificate whose name",
         "`tls.roles` maps to",
         "a role. Without one the answer is UNAUTHENTICATED; with the wrong role, or a certificate without any,",

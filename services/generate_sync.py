@@ -22,6 +22,7 @@ CLASSES = {
     "batches": ("Checkpoint", "Batches"),
     "leases": ("HeldLease",),
     "queue": ("Run", "Queue"),
+    "training": ("TrainedModel", "TrainingClient"),
 }
 WRAPPED = {name for names in CLASSES.values() for name in names}
 LEFT_OUT = {"port"}  # its methods are coroutines
@@ -131,7 +132,7 @@ def _body(owner: str, name: str, call: str, returns: str) -> Iterator[str]:
         yield f"            return {call}"
         yield "        except StopAsyncIteration:"
         yield "            raise StopIteration from None"
-    elif owner == "Queue" and name in ("close", "__exit__"):
+    elif owner in ("Queue", "TrainingClient") and name in ("close", "__exit__"):
         yield "        try:"
         yield f"            {call}"
         yield "        finally:"

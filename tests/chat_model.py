@@ -43,7 +43,11 @@ class Scripted:
     """
 
     def __init__(
-        self, tokenizer: HuggingFaceTokenizer, *responses: str | MeshError, swap_at: int = 1 << 30
+        self,
+        tokenizer: HuggingFaceTokenizer,
+        *responses: str | MeshError,
+        swap_at: int = 1 << 30,
+        end: str = "<eos>",
     ) -> None:
         self.version = FIRST
         self.requests: list[GenerateRequest] = []
@@ -54,6 +58,7 @@ class Scripted:
         self._tokenizer = tokenizer
         self._responses = list(responses)
         self._swap_at = swap_at
+        self._end = tokenizer.encode(end)[0]
         self._count = 0
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
@@ -61,7 +66,7 @@ class Scripted:
         response = self._responses.pop(0)
         if isinstance(response, MeshError):
             raise response
-        ids = [*self._tokenizer.encode(response), self._tokenizer.encode("<eos>")[0]]
+        ids = [*self._tokenizer.encode(response), self._end]
         returned = ids[: request.sampling.max_tokens]
         for stop in request.sampling.stop:
             for count in range(1, len(returned)):

@@ -67,6 +67,17 @@ async def queue() -> AsyncIterator[TransferQueue]:
     await opened.close()
 
 
+@pytest.fixture
+async def queue_address(queue: TransferQueue) -> AsyncIterator[str]:
+    """The address of `queue` over gRPC; a file with a queue of its own overrides that fixture."""
+    from meshrl.rpc.runtime import GrpcServer, ServerSettings
+    from meshrl.rpc.servicers import QueueServicer
+
+    settings = ServerSettings(metrics_port=None, drain_grace_s=1)
+    async with GrpcServer(settings, [QueueServicer(queue)]) as server:
+        yield server.address
+
+
 @pytest.fixture(scope="session")
 def world() -> Iterator[World]:
     """One rank on the CPU; torch is imported only where a test asks for it."""

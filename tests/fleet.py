@@ -21,8 +21,8 @@ from .mesh import PATIENCE_S, Mesh, make_mesh
 Members = Mapping[str, Mapping[str, Any]]
 
 
-def make_fleet(directory: Path, *, workers: int, response_tokens: int = 16) -> Mesh:
-    """A mesh that trains until it is stopped; a response takes `response_tokens / 8` seconds."""
+def make_fleet(directory: Path, *, workers: int) -> Mesh:
+    """A mesh that trains until it is stopped; a response takes two seconds."""
     changes: dict[str, dict[str, Any]] = {
         "rollout": {
             "name": "echo",
@@ -32,14 +32,14 @@ def make_fleet(directory: Path, *, workers: int, response_tokens: int = 16) -> M
             "engine": {
                 "tokens_per_s": 8.0,
                 "tokens_per_delta": 2,
-                "response_tokens": response_tokens,
+                "response_tokens": 16,
             },
         },
         "actor": {"optim": {"lr": 1e-5}, "use_kl_loss": False},
         "queue": {"max_staleness": 2, "lease_ttl_s": 3},
         "weights": {"base_s": 2, "silence_s": 6},
         "trainer": {"total_training_steps": 100_000, "save_freq": 1_000, "test_freq": -1},
-        "data": {"val_files": [], "max_response_length": response_tokens},
+        "data": {"val_files": [], "max_response_length": 16},
     }
     return make_mesh(directory, changes)
 
@@ -94,11 +94,6 @@ def working(*names: str) -> Callable[[Members], bool]:
         )
 
     return met
-
-
-def in_a_row(name: str) -> Callable[[Members], bool]:
-    """It is in the middle of one or more."""
-    return lambda found: found[name].get("running", 0) > 0
 
 
 async def end(mesh: Mesh, process: subprocess.Popen[bytes]) -> None:

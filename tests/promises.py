@@ -1,10 +1,10 @@
-"""Runs every line of the README's table of promises with fresh seeds, and ends in one table.
+"""Runs every line of the table of promises with fresh seeds, and ends in one table.
 
     make promises                        # all of them, one after the other (about half an hour)
     make promises ONLY=chaos             # those whose command has this word
-    make promises WRITE=1                # also writes the table to docs/reference/promises.md; with ONLY, those rows
+    make promises WRITE=1                # also renews the last column of docs/reference/promises.md
 
-The README is the list: each row names a promise and the command that shows it. `SEED=1` and `--seed 1` in a command
+That page is the list: each row names a promise and the command that shows it. `SEED=1` and `--seed 1` in a command
 become a fresh seed, which the table shows, so that a broken promise can be repeated. Ctrl-C ends the command that
 runs and prints what is known by then.
 """
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import IO
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "promises.md"
-HEADING = "## What it promises, and the command that shows it"
+HEADS = "| promise | command | last run |"
 LONGEST_S = 3600.0
 """A command that runs longer counts as broken: it waits for ever."""
 STEP_S = 0.5
@@ -38,15 +38,10 @@ TAIL = 200
 
 @dataclass(frozen=True)
 class Promise:
-    """One row of the README's table."""
+    """One row of the table."""
 
     says: str
     command: str
-
-    @property
-    def title(self) -> str:
-        """The promise's text, with links as on the page in docs/reference/."""
-        return self.says.replace("](docs/", "](../")
 
 
 @dataclass(frozen=True)
@@ -63,25 +58,29 @@ class Shown:
     """The day and the commit."""
 
     @property
+    def last_run(self) -> str:
+        """The cell of the page's last column."""
+        return f"{'yes' if self.held else '**no**'}, {self.seconds:.0f} s, {self.when}"
+
+    @property
     def row(self) -> str:
-        """In the table."""
+        """The row of the table that is printed."""
         said = self.last_line.replace("|", "\\|").replace("`", "'")
-        held = "yes" if self.held else "**no**"
-        return f"| {self.promise.title} | `{self.command}` | {held} | {self.seconds:.0f} | {self.when} | `{said}` |"
+        return f"| {self.promise.says} | `{self.command}` | {self.last_run} | `{said}` |"
 
 
-def promises(readme: str) -> list[Promise]:
-    """The rows of the table under HEADING.
+def promises(page: str) -> list[Promise]:
+    """The rows of the page's table.
 
     Raises:
         ValueError: a row names no command.
     """
-    rows = readme.partition(HEADING)[2].strip().partition("\n\n")[0].splitlines()
+    rows = page.partition(HEADS)[2].strip().partition("\n\n")[0].splitlines()
     found = []
-    for says, shows in (row.strip("|").split("|") for row in rows[2:]):
+    for says, shows, _ in (row.strip("|").split("|") for row in rows[1:]):
         command = re.search(r"`([^`]+)`", shows)
         if command is None:
-            raise ValueError(f"the README names no command for this promise: {says.strip()}")
+            raise ValueError(f"the page names no command for this promise: {says.strip()}")
         found.append(Promise(says.strip(), command[1]))
     return found
 
@@ -138,45 +137,32 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def table(rows: Iterable[str]) -> str:
-    """Rows under their heads, as Markdown."""
-    heads = ("promise", "command", "held", "seconds", "day, commit", "its last line")
-    return "\n".join((f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows))
+def today_and_commit() -> str:
+    """The day in UTC and the short commit, as pages with results show them."""
+    commit = subprocess.check_output(("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, text=True)
+    return f"{datetime.now(UTC).date().isoformat()}, {commit.strip()}"
 
 
-def page(promised: Sequence[Promise], shown: Sequence[Shown], before: str) -> str:
-    """docs/reference/promises.md: what was run now, and of `before`, the page so far, the rows of the others."""
-    new = {each.promise: each.row for each in shown}
-    kept = {line.split("|")[1].strip(): line for line in before.splitlines() if line[:1] == "|"}
-    never = "| not run yet | | | |"
-    rows = [new.get(each) or kept.get(each.title, f"| {each.title} {never}") for each in promised]
-    held = sum("| yes |" in row for row in rows)
-    return "\n".join(
-        (
-            "# The promises, when they were last tried",
-            "",
-            "`make promises WRITE=1` runs every line of [the README's table](../../README.md) with fresh seeds and"
-            " writes this page;",
-            f"with `ONLY=word` it renews the rows whose command has the word. {held} of {len(rows)} held.",
-            "",
-            table(rows),
-            "",
-        )
-    )
+def renewed(page: str, shown: Iterable[Shown]) -> str:
+    """The page with the last column of the promises that were run."""
+    last_runs = {each.promise: each.last_run for each in shown}
+    for promise, last_run in last_runs.items():
+        row = f"| {promise.says} | `{promise.command}` |"
+        page = re.sub(rf"^({re.escape(row)}) .* \|$", rf"\1 {last_run} |", page, flags=re.MULTILINE)
+    return page
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", default="", help="run the promises whose command has this word")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help=f"renew {PAGE.relative_to(ROOT)}")
     options = parser.parse_args()
-    promised = promises((ROOT / "README.md").read_text())
+    promised = promises(PAGE.read_text())
     chosen = [each for each in promised if options.only in each.command]
     if not chosen:
         print(f"no promise has {options.only!r} in its command", file=sys.stderr)
         return 2
-    commit = subprocess.check_output(("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, text=True)
-    when = f"{datetime.now(UTC).date().isoformat()}, {commit.strip()}"
+    when = today_and_commit()
     shown: list[Shown] = []
     try:
         for promise in chosen:
@@ -185,9 +171,10 @@ def main() -> int:
             print(f"{held:6} {result.seconds:6.0f} s  {result.command}", flush=True)
     except KeyboardInterrupt:
         print(f"ended after {len(shown)} of {len(chosen)}", file=sys.stderr)
-    print("\n" + table(each.row for each in shown))
-    if options.write and len(shown) == len(chosen):
-        PAGE.write_text(page(promised, shown, PAGE.read_text() if PAGE.exists() else ""))
+    print("\n| promise | command | held | last line |", "|---|---|---|---|", sep="\n")
+    print("\n".join(each.row for each in shown))
+    if options.write:
+        PAGE.write_text(renewed(PAGE.read_text(), shown))
     return 0 if len(shown) == len(chosen) and all(each.held for each in shown) else 1
 
 

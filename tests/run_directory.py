@@ -20,7 +20,7 @@ def bounds() -> Mapping[str, str]:
 
 
 def unnamed(paths: Iterable[str]) -> list[str]:
-    """Those of `paths`, relative to a run's directory, that the page does not name."""
+    """The `paths`, relative to a run's directory, that the page does not name."""
     patterns = [
         re.sub("<\\w+>", r"[\\w-]+", name.replace(".", r"\."))
         + (".*" if name.endswith("/") else "")

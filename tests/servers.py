@@ -74,12 +74,18 @@ def is_here(package: str) -> bool:
     return any(venv(package).glob(".ready-*"))
 
 
+def has_numba() -> bool:
+    """vLLM's environment can guess tokens by n-grams."""
+    find = "from importlib.util import find_spec; raise SystemExit(find_spec('numba') is None)"
+    return is_here("vllm") and not subprocess.run([python("vllm"), "-c", find]).returncode
+
+
 def environment(package: str) -> Mapping[str, str]:
     """`rollout.engine.env` of a server on a CPU. Each is a fork, unless TEST_FORKS is 0."""
     own: dict[str, str] = ENVIRONMENT[package]
     if os.environ.get(SWITCH) == "0":
         return own
-    paths = (str(FORKS), own.get("PYTHONPATH", ""))
+    paths = (str(FORKS), own.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", ""))
     own = {**own, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     return {**own, "SERVER_FORKS": _zygote(package, tuple(own.items()))}
 

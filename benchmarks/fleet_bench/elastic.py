@@ -35,7 +35,7 @@ class Consumer:
         self._queue = queue
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         step = 0
         while True:
             batch_id = f"b{step}"

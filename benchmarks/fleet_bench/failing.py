@@ -37,7 +37,7 @@ NAMES = [*(f"healthy-{number}" for number in range(HEALTHY)), "broken"]
 
 
 def make_engines() -> dict[str, EchoEngine]:
-    """Three that take 0.3 s for a response, and one that takes 1 ms for an error once it is told to fail."""
+    """Three that take 0.3 s for a response, and one that takes 1 ms for an error once it fails on request."""
     made = {name: engine(slots=SLOTS, tokens_per_s=TOKENS_PER_S) for name in NAMES[:-1]}
     made["broken"] = engine(slots=SLOTS, tokens_per_s=16_000)
     return made

@@ -71,6 +71,9 @@ environment() {
   site=$(echo "$1"/lib/python3*/site-packages)
   "$base" -c 'import site; print("\n".join(site.getsitepackages()))' > "$site/z_base.pth"
   echo "${2:-}" > "$site/a_first.pth"
+  if [ -n "${STAND_IN_PYTHON:-}" ]; then
+    printf '%s\n' "$STAND_IN_PYTHON" 'import stand_in_torch' > "$site/stand_in.pth"
+  fi
 }
 
 # unpack FILE FOLDER: by Python, as a machine may lack xz.
@@ -121,7 +124,7 @@ fi
 part engine 60 "\$python benchmarks/gpu/engine_rate.py --graphs $short"
 part fp8 100 "$vllm_day --steps 0 --fp8"
 part parity 120 "\$python benchmarks/gpu/parity.py"
-part kernels 120 "\$python benchmarks/gpu/kernels.py"
+part kernels 120 "\$python benchmarks/gpu/kernel_times.py"
 # One rank, then two that share the first GPU: the same norm of the gradient.
 shared="$mfu --pack $pack --steps 3 --packs 2"
 part ranks 180 "$shared || exit; export WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29517

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -23,10 +24,11 @@ from typing import Any
 
 from meshrl.config.machine import this_machines_gpus
 
+CHECKOUT = Path(__file__).resolve().parents[2]
 STUBS = {
     "shm": (),
-    "nccl": ("weights.nccl.library=meshrl.testing.libraries.stub",),
-    "cuda_ipc": ("weights.ipc.library=meshrl.testing.devices.stub",),
+    "nccl": ("weights.nccl.library=tests.doubles.nccl",),
+    "cuda_ipc": ("weights.ipc.library=tests.doubles.device",),
 }
 VLLM_CACHE_BYTES = 4 << 30
 ONE_GPU = (
@@ -65,7 +67,8 @@ def main() -> None:
     ]
     command = [sys.executable, "-m", "meshrl.cli", "demo", "--plain", *overrides]
     began = time.monotonic()
-    code = subprocess.run(command, check=False).returncode
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)} if given.rehearse else None
+    code = subprocess.run(command, env=environment, check=False).returncode
     found = {"code": code, "seconds": round(time.monotonic() - began, 1), **read(name)}
     print(json.dumps({"benchmark": "mesh", "carrier": given.carrier, "engine": engine, **found}))
     sys.exit(code)

@@ -46,6 +46,7 @@ from meshrl.contract.types import Uint8, Version
 from meshrl.weights.carrier import Link, RunPaths
 from meshrl.weights.carriers.nccl import Carrier, NcclChannel
 from meshrl.weights.nccl.process import NcclProcess
+from tests.doubles.nccl import settings
 from tests.doubles.weights import StubSource
 
 ONE_GPU_NCCL = (2, 30)
@@ -73,6 +74,9 @@ class Bench:
 
     def _config(self, library: str, device: int, env: dict[str, str]) -> dict[str, Any]:
         nccl = {"library": library, "device": device, "env": env}
+        if library == "stub":
+            stub = settings()
+            nccl = {**stub, "device": device, "env": {**stub["env"], **env}}
         return {"nccl": nccl, "base_s": self.deadline_s, "min_bytes_per_s": BYTES_PER_S}
 
     async def start(self) -> None:

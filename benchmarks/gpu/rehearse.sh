@@ -16,7 +16,7 @@ mkdir -p "$OUT"
 # A name that exists may still start nothing, as pyenv's do.
 python312() {
   local found
-  for found in ${PYTHON312:-python3.12 ~/.pyenv/versions/3.12*/bin/python3.12}; do
+  for found in ${PYTHON312:-python3.12 $HOME/.pyenv/versions/3.12*/bin/python3.12}; do
     "$found" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo "$found" && return
   done
   echo "error: no Python 3.12 here, which the GPU machine has: want PYTHON312=/path/to/python3.12" >&2

@@ -40,6 +40,7 @@ from meshrl.contract.types import GenerateRequest, SamplingParams, Version
 from meshrl.rollout.engines.vllm import build
 from meshrl.rollout.streams import sample
 from meshrl.trainer.model.policy import random_hf
+from tests.doubles.nccl import settings
 from tests.integration import weights_fleet
 from tests.unit.rollout.checkpoints import pack
 from tests.waiting import until
@@ -197,7 +198,7 @@ async def versions(
     given: argparse.Namespace, folder: Path, load: Load, model: Any, size: int, requests: int
 ) -> None:
     """Publish `--steps` versions while `requests` run."""
-    nccl: dict[str, object] = {"library": given.library}
+    nccl = settings() if given.library == "stub" else {"library": given.library}
     if given.library == "cupy":
         nccl["env"] = ON_ONE_GPU
     engine = load.engine

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import systems
+from neighbours import Neighbours
 from system import ChildFailed, Pass, System, run
 from work import BATCH, EXPERTS, GROUP, SAMPLED_BYTES, SAMPLES, TOKENS, group, payload_bytes, verify
 
@@ -111,6 +112,7 @@ async def compare(arguments: argparse.Namespace) -> None:
     count = arguments.samples // GROUP
     nbytes = payload_bytes(group(SEED, number) for number in range(count))
     passes: dict[str, list[Pass]] = {}
+    neighbours = Neighbours()
     for number in range(arguments.rounds):
         for opener, kinds in openers(arguments):
             with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
@@ -135,6 +137,7 @@ async def compare(arguments: argparse.Namespace) -> None:
             },
             "systems": figures,
             "ratios": ratios(figures),
+            **neighbours.seen(),
         }
     )
     print(line)

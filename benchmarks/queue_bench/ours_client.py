@@ -137,7 +137,7 @@ class Consumer(Client):
             await self.finish(step)
 
     def keep(self, fetched: Any) -> None:
-        """Or, where rows come round again and again, look at the first group of each batch."""
+        """Keep the batch; where rows repeat, look at the first group of each batch."""
         if not self.known:
             self.batches.append(fetched)
             return

@@ -92,7 +92,7 @@ async def soak(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 async def warm(queue: Queue, system: System) -> None:
-    """Until the queue has forgotten a task: what it remembers of those that left is as much as it ever is."""
+    """Wait until the queue has forgotten a task: what it remembers of those that left is as much as it ever is."""
     began = time.monotonic()
     while (ledger := await queue.ledger(RUN)).left <= REMEMBERED * GROUP:
         await healthy_for(1.0, system)
@@ -100,7 +100,7 @@ async def warm(queue: Queue, system: System) -> None:
 
 
 async def until_full(queue: Queue, system: System) -> None:
-    """Until nothing moves, since nobody takes anything. Raises ChildFailed unless admission is what waits."""
+    """Wait until nothing moves, since nobody takes anything. Raises ChildFailed unless admission is what waits."""
     deadline = time.monotonic() + STILL_S
     before: Ledger | None = None
     while (now := await queue.ledger(RUN)) != before:

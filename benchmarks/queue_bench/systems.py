@@ -1,4 +1,4 @@
-"""Who takes part: the transfer queue on each of its stores, the peer, and gRPC with nothing behind it."""
+"""The systems compared: the transfer queue on each of its stores, the peer, and gRPC with nothing behind it."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # tests/ of the ch
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.ports import DeviceReceiver, LentBucket
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
-from meshrl.testing.devices.stub import opened
 from meshrl.weights import replica_controller
 from meshrl.weights.carrier import RunPaths, host_id
 from meshrl.weights.messages import digest
 from meshrl.weights.transport import load_transport
+from tests.doubles.device import opened
 from tests.doubles.weights import LendingHashSink
 
 COPIES = Copies()

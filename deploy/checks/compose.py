@@ -131,7 +131,7 @@ class Project:
 
 
 def tiny_recipe(folder: Path) -> dict[str, str]:
-    """A recipe of the tests with STEPS steps, and its files: what compose is told of them."""
+    """A recipe of the tests with STEPS steps, and its files, as variables of compose."""
     shutil.rmtree(folder, ignore_errors=True)
     mesh = make_mesh(folder / "data")
     text = mesh.recipe.read_text().replace(str(mesh.directory), "data")
@@ -163,7 +163,7 @@ def demo(engine: Docker, folder: Path) -> None:
 
 
 def kills(engine: Docker, folder: Path) -> None:
-    """Each service killed, the fleet scaled, a reward submitted from the host, the engine stopped in mid-run."""
+    """Kill each service, scale the fleet, submit a reward from the host, stop the engine in mid-run."""
     project = Project(engine, "kills", "compose.rewards.yaml", **tiny_recipe(folder / "tiny"))
     alone = ("--scale", "reference=0")
     project.up(*alone)
@@ -191,7 +191,7 @@ def kills(engine: Docker, folder: Path) -> None:
     engine.start()
     project.trained(max(steps) + 4)
     print(
-        "after the engine's return, without a word of ours:",
+        "after the engine's return, without any command:",
         project.run("ps", "--format", "{{.Service}} {{.Status}}"),
     )
     project.run("--profile", "monitoring", "down")
@@ -210,7 +210,7 @@ def newest_checkpoint(project: Project) -> int:
 
 
 def submit(project: Project) -> None:
-    """A reward over HTTP from this host: refused without a token, taken with the submitter's."""
+    """Submit a reward over HTTP from this host: refused without a token, accepted with the submitter's."""
     url = f"http://127.0.0.1:{PORT}/v1/rewards"
     body = json.dumps({"name": "reward", "source": REWARD}).encode()
     token = (project.volume("credentials-operator") / "credentials/submitter").read_text().strip()
@@ -233,7 +233,7 @@ def submit(project: Project) -> None:
 
 
 def monitor(project: Project) -> None:
-    """Prometheus of the profile: all services are scraped, and the dashboard's queries find series."""
+    """Check that Prometheus of the profile scrapes all services and the dashboard's queries find series."""
     folder = project.engine.folder.parent / "prometheus"
     folder.mkdir(exist_ok=True)
     (folder / "Dockerfile").write_text(PROMETHEUS)
@@ -280,7 +280,7 @@ def expressions(part: Any) -> Iterator[str]:
 
 
 def wrong(engine: Docker, folder: Path) -> None:
-    """A recipe that is not there: said once, not tried again."""
+    """Start a recipe that does not exist: reported once, not tried again."""
     project = Project(engine, "wrong", recipe="recipes/nothing.yaml")
     project.up("queue")
     time.sleep(15)

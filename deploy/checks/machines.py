@@ -139,7 +139,7 @@ class Lan:
     def __init__(self, folder: Path) -> None:
         self.folder, self._count = folder, 0
         self.leaves = Exit.DONE
-        """Who ends with it is not started again."""
+        """The exit code after which a service is not started again."""
         self.machines: dict[str, Machine] = {}
         # The names of namespaces are files there, which would stay behind.
         Path("/run/netns").mkdir(exist_ok=True)
@@ -181,7 +181,7 @@ class Lan:
         return self.machines[name]
 
     def cut(self, machine: Machine) -> None:
-        """Swallow what goes to it and comes from it: neither end is told."""
+        """Drop its packets in both directions: neither end notices."""
         _run("ip", "route", "add", "blackhole", machine.address)
         _run("ip", "rule", "add", "from", machine.address, "blackhole")
 
@@ -191,7 +191,7 @@ class Lan:
         _run("ip", "rule", "del", "from", machine.address, "blackhole")
 
     def lose(self, machine: Machine) -> None:
-        """The power of a machine fails: nobody hears from it again, not even that its connections end."""
+        """Cut a machine's power: it goes silent, and its connections do not end."""
         self.cut(machine)
         machine.kill()
         del self.machines[machine.name]
@@ -292,7 +292,7 @@ class Cluster:
         }
 
     def open_words(self, needed: bool) -> list[str]:
-        """Beyond loopback without encryption, or with gradients and gloo, somebody must have said so."""
+        """Beyond loopback without encryption, or with gradients and gloo, the user must have allowed it."""
         return ["--allow-insecure-bind"] if needed else []
 
     def start(self) -> None:
@@ -350,14 +350,14 @@ class Cluster:
         return machine
 
     def steps(self) -> list[int]:
-        """Those in the run's metrics."""
+        """The steps in the run's metrics."""
         path = self.shared / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         read = [json.loads(line) for line in lines if line.endswith("}")]
         return [line["step"] for line in read if "reward/mean" in line]
 
     def trained(self, more: int) -> None:
-        """Wait for so many more steps."""
+        """Wait for a number of further steps."""
         wanted = len(self.steps()) + more
         self.until(lambda: len(self.steps()) >= wanted or self.done)
 
@@ -388,7 +388,7 @@ class Cluster:
         return self.to_the_end()
 
     def to_the_end(self) -> dict[str, Any]:
-        """Until the trainer has ended; then end the others as a person would, and balance the books."""
+        """Wait for the trainer's end; then end the others as a person would, and balance the ledger."""
         self.until(lambda: self.done)
         programs = [
             p for m in self.lan.machines.values() for n, p in m.programs.items() if n != "queue"
@@ -469,7 +469,7 @@ def up(cluster: Cluster) -> dict[str, Any]:
 
 
 def _processes(words: str) -> list[int]:
-    """Those with these words in their command that are no launcher and no rank."""
+    """Process ids with these words in their command, without launchers and ranks."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
@@ -567,7 +567,7 @@ STORIES: Mapping[str, tuple[Setup, Callable[[Cluster], dict[str, Any]]]] = {
 
 
 def main() -> None:
-    """The command line; plays each story in namespaces of its own."""
+    """Play each story in namespaces of its own."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "stories", nargs="*", default=[], help=f"of {', '.join(STORIES)}; all if none"

@@ -2,7 +2,7 @@
 
 Each pod is a process with a network namespace, an address and a root of its own (read-only, by bubblewrap), the
 environment, the command and the volumes of its manifest, and the names of its Services in /etc/hosts. NetworkPolicies
-are not enforced: `may_call` reads them, and `connections` says who talked to whom.
+are not enforced: `may_call` reads them, and `connections` lists the open connections.
 
 Run it as root in namespaces of its own: `unshare --net --mount`.
 """
@@ -166,7 +166,7 @@ class Cluster:
         return folder
 
     def connections(self) -> set[tuple[Pod, Pod, int]]:
-        """Who is connected to whom at which port, now."""
+        """The open connections: both pods and the port."""
         at = {pod.address: pod for pod in self.pods}
         found = set()
         for pod in self.pods:

@@ -127,7 +127,7 @@ class Machine:
 
 
 def install(machine: Machine) -> None:
-    """The README's commands; the recipe's files are in /srv."""
+    """Run the README's commands; the recipe's files are in /srv."""
     machine.tell("install -m 644 -t /etc/systemd/system /opt/units/*.service /opt/units/*.target")
     machine.tell("install -D -m 644 -t /etc/meshrl /opt/units/mesh.env")
     machine.tell("meshrl credentials /etc/meshrl")
@@ -146,7 +146,7 @@ def exposure(machine: Machine) -> None:
 
 
 def train(machine: Machine) -> None:
-    """A small run to its end: killed, a reward submitted, all stopped in mid-run and started again."""
+    """Train a small run to its end: killed, a reward submitted, all stopped in mid-run and started again."""
     machine.tell("systemctl start meshrl.target")
     machine.trained(4)
     print(machine.states())
@@ -180,7 +180,7 @@ def train(machine: Machine) -> None:
 
 
 def wrong(machine: Machine) -> None:
-    """A recipe that is not there: exit code 2, not tried again."""
+    """Start a recipe that does not exist: exit code 2, not tried again."""
     machine.tell(
         "systemctl set-environment X=; sed -i s,recipe.yaml,nothing.yaml, /etc/meshrl/mesh.env"
     )
@@ -192,7 +192,7 @@ def wrong(machine: Machine) -> None:
 
 
 def attacks(machine: Machine) -> None:
-    """The adversarial suite as the reward unit's own process."""
+    """Run the adversarial suite as the reward unit's own process."""
     machine.tell(
         "cp /etc/systemd/system/meshrl-reward.service /etc/systemd/system/attacked.service"
     )

@@ -107,6 +107,6 @@ async def test_a_job_is_requeued_goes_on_and_drains(tmp_path: Path, cluster: Non
     interrupt(mesh, 2, "scancel", job)
     wait_until(mesh, lambda: state(job) == "CANCELLED")
     assert "did not drain" not in mesh.output and "killing it" not in mesh.output
-    # No step was trained twice: the stop saved, and the next start went on from there.
+    # No step was trained twice: the stop saved, and the next start continued from there.
     assert [line["step"] for line in mesh.steps()] == list(range(1, len(mesh.steps()) + 1))
     assert (await mesh.ledger()).balanced

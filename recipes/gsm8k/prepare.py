@@ -52,13 +52,13 @@ def verl_row(split: str, index: int, question: str, answer: str) -> dict[str, An
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """A parquet file of `rows`."""
+    """Write `rows` as a parquet file."""
     parquet.write_table(arrow.Table.from_pylist(rows), path)
     print(f"{path}: {len(rows)} rows")
 
 
 def write_tiny_model(path: Path, texts: list[str], *, vocabulary: int = 4096) -> None:
-    """A Qwen3 of about one million parameters with a byte-level BPE tokenizer learnt from `texts`."""
+    """Write a Qwen3 of about one million parameters with a byte-level BPE tokenizer learnt from `texts`."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM

@@ -1,6 +1,6 @@
 """The demo's task for a tiny hybrid, a Qwen3.5: programs to trace, and a model that mostly answers at once.
 
-python recipes/hybrid/prepare.py runs/hybrid/assets
+python recipes/hybrid/prepare.py runs/hybrid/assets [--for-vllm]
 """
 
 from __future__ import annotations
@@ -18,6 +18,14 @@ HYBRID = {
     "linear_key_head_dim": 24,
     "linear_value_head_dim": 24,
 }
+FOR_VLLM = HYBRID | {
+    "head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+"""The heads that vLLM's kernels for a CPU want."""
 
 
 def main() -> None:
@@ -25,12 +33,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--for-vllm", action="store_true", help="heads as vLLM on a CPU wants them")
     options = parser.parse_args()
     prepare(
         options.directory,
         seed=options.seed,
         report=lambda name, now: print(f"{name}: step {now.step}, loss {now.loss:.3f}"),
-        kind=HYBRID,
+        kind=FOR_VLLM if options.for_vllm else HYBRID,
     )
 
 

@@ -22,7 +22,7 @@ from meshrl.config import load_recipe
 from meshrl.trainer.data.reasoning_gym import gym_rows
 
 OTHER_ROWS = 1_000_003
-"""Between the seed of the recipe and that of the warm start."""
+"""Distance of the warm start's seed from the recipe's."""
 SFT_ROWS = 12_000
 PHRASES = (
     "State the final answer to the following arithmetic problem: ",

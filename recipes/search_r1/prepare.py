@@ -5,7 +5,7 @@ python recipes/search_r1/prepare.py runs/search_r1/assets
 where was Belod born? ─▶ <answer>Tirim</answer>                       a guess, as mostly after this warm start
 where was Belod born? ─▶ <search>Belod</search> ─▶ <information>…</information> ─▶ <answer>Sanek</answer>
 
-Each held-out question is about a person of whom no training question asks: only the corpus knows the answer.
+Each held-out question is about a person that no training question names: only the corpus knows the answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hostile reward functions, and how each must end. The page docs/reference/reward-sandbox.md shows this list.
+"""Hostile reward functions, and how each must end. The page docs/measurements/hostile-functions.md shows this list.
 
 In a body `{victim}` is the pid of a process of the sandbox's user, `{marked}` a file of that user, `{socket}` a datagram
 socket. The campaign looks afterwards whether they took harm.

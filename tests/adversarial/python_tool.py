@@ -29,7 +29,7 @@ CODE = {
 
 
 async def run(only: str = "") -> dict[str, str]:
-    """Each program's fault; empty when the row beside it went on, in the same sandbox and with its variables."""
+    """Each program's fault; empty when the row beside it continued, in the same sandbox and with its variables."""
     config = ToolConfig(
         python=PythonConfig(memory_bytes=256 << 20), timeout_s=DEADLINE_S, start_timeout_s=LATE_S
     )

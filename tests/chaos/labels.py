@@ -4,7 +4,7 @@
 
 Real rollout services (torch engine, journal, weight plane) sample from a model that can say one token only, and which
 one is decided by the weights: those of version 1.s say token s, modulo the vocabulary. A new version comes every
-few hundred milliseconds, into running responses; rollout processes are killed with -9 all the while, and others go on
+few hundred milliseconds, into running responses; rollout processes are killed with -9 meanwhile, and others continue
 with what was journaled. Whoever trains compares every token with its label. The last line is one JSON object; exit
 code 0: no token was mislabelled.
 
@@ -63,7 +63,7 @@ BATCH_GROUPS = 8
 RESPONSE = 192
 """Tokens of a response: long enough for several versions."""
 FIRST_TOKEN = 4
-"""Those before it are special: one of them would end a response."""
+"""The lower ones are special tokens: one of them would end a response."""
 
 
 def write_model(path: Path) -> dict[str, tuple[int, ...]]:
@@ -178,7 +178,7 @@ class Labels:
         self._watching: list[asyncio.Task[None]] = []
 
     async def run(self) -> dict[str, object]:
-        """Until enough tokens are seen and enough processes were killed."""
+        """Wait for enough tokens and enough killed processes."""
         shapes = await asyncio.to_thread(write_model, self.folder / "model")
         self.vocabulary = shapes["lm_head.weight"][0]
         self.recipe = recipe_of(self.folder, self.carrier)

@@ -51,7 +51,7 @@ def test_a_network_that_swallows_everything_for_a_while_costs_no_row() -> None:
     report = campaign("--cuts", "1", "--cut-s", "14")
     assert_exact(report)
     assert report["outages"], "nobody noticed the cut"
-    assert report["kills"] == 0, "the same processes went on"
+    assert report["kills"] == 0, "the same processes continued"
 
 
 def test_a_full_disk_under_the_queue_is_waited_for() -> None:

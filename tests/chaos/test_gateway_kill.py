@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import numpy as np
 
 from meshrl.contract.rows import column_posted
-from meshrl.contract.types import POSTED_REWARD, RunSpec, SamplingParams, Task, rollout_stage
-from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers import QueueServicer
+from meshrl.contract.types import POSTED_REWARD, SamplingParams, rollout_stage
+from meshrl.testing.contract.queue_actors import Actors, spec, task
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ..chat_model import write_chat_model
 from ..processes import python
 from ..waiting import gone, runs, until
-from .gateway_process import FIRST, RUN
+from .gateway_process import RUN
 
 AGENT = """
 import json, os, subprocess, sys, urllib.request
@@ -60,53 +58,33 @@ def pids(path: Path) -> list[int]:
     return [int(pid) for pid in found.read_text().split()] if found.exists() else []
 
 
-async def test_agents_end_with_their_worker_and_their_rows_start_again(tmp_path: Path) -> None:
+async def test_agents_end_with_their_worker_and_their_rows_start_again(
+    queue: TransferQueue, queue_address: str, tmp_path: Path
+) -> None:
     write_chat_model(tmp_path)
     (tmp_path / "agent.py").write_text(AGENT)
     hang = tmp_path / "pids.hang"
     hang.touch()
-    queue = await TransferQueue.open(MemoryStore())
-    settings = ServerSettings(metrics_port=None, drain_grace_s=1)
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(GrpcServer(settings, [QueueServicer(queue)]))
-        stages = (rollout_stage(posted=True),)
-        await queue.open_run(
-            RunSpec(
-                run=RUN,
-                group_size=2,
-                batch_groups=1,
-                max_staleness=0.0,
-                lease_ttl_s=3.0,
-                stages=stages,
-            )
-        )
-        await queue.acquire(RUN, "trainer")
-        await queue.publish(RUN, FIRST)
-        task = Task(
-            run=RUN,
-            task_id="t",
-            prompt_ids=np.array([5], dtype=np.int32),
-            group_size=2,
-            program="openai",
-            sampling=SamplingParams(max_tokens=40),
-        )
-        await queue.admit(RUN, [task], cursor="", wait_s=5)
-        first = await stack.enter_async_context(gateway_process(server.address, tmp_path, "w0"))
+    actors = Actors(queue, RUN)
+    stages = (rollout_stage(posted=True),)
+    await actors.start(spec(RUN, batch_groups=1, lease_ttl_s=3.0, stages=stages))
+    one_token = {"prompt_ids": np.array([5], np.int32), "sampling": SamplingParams(max_tokens=40)}
+    await actors.feed([task("t", RUN, program="openai", **one_token)])
+    async with gateway_process(queue_address, tmp_path, "w0") as first:
         await until(lambda: len(pids(tmp_path)) >= 4)
         assert len(pids(tmp_path)) == 4 and all(map(runs, pids(tmp_path)))
         os.kill(first.pid, signal.SIGKILL)
         await first.wait()
-        await gone(*pids(tmp_path))
-        hang.unlink()
-        second = await stack.enter_async_context(gateway_process(server.address, tmp_path, "w1"))
-        batch = await queue.take(RUN, epoch=1, step=0, groups=1, batch_id="b", wait_s=120)
+    await gone(*pids(tmp_path))
+    hang.unlink()
+    async with gateway_process(queue_address, tmp_path, "w1") as second:
+        batch = await actors.take(0, groups=1, wait_s=120)
         rows = await queue.fetch_rows(
             RUN, [row.uid for row in batch.rows], (POSTED_REWARD, "loss_mask")
         )
         rewards = [column_posted(row[POSTED_REWARD]) for row in rows]
         assert [reward.score for reward in rewards if reward] == [7.0, 7.0]
         assert [int(row["loss_mask"].sum()) for row in rows] == [1, 1]
-        assert (await queue.ledger(RUN)).balanced
+        await actors.ledger()
         second.send_signal(signal.SIGTERM)
         assert await second.wait() == 0
-    await queue.close()

@@ -16,8 +16,6 @@ import pytest
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.held_rows import HeldLeases
 from meshrl.rpc.clients.queue import LeaseRenewer, QueueClient
-from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers import QueueServicer
 from meshrl.testing.contract.queue_actors import WAIT_S, Actors, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -103,23 +101,21 @@ async def assert_writes_all(worker: Process) -> None:
 
 
 @pytest.fixture
-async def actors() -> AsyncIterator[Actors]:
-    queue = await Noticing.open(MemoryStore())
-    yield Actors(queue)
-    await queue.close()
+async def queue() -> AsyncIterator[Noticing]:
+    opened = await Noticing.open(MemoryStore())
+    yield opened
+    await opened.close()
 
 
 @pytest.fixture
-async def address(actors: Actors) -> AsyncIterator[str]:
-    settings = ServerSettings(metrics_port=None, drain_grace_s=1)
-    async with GrpcServer(settings, [QueueServicer(actors.queue)]) as server:
-        yield server.address
+def actors(queue: Noticing) -> Actors:
+    return Actors(queue)
 
 
 async def test_rows_of_a_killed_worker_move_long_before_their_time_to_live(
-    actors: Actors, address: str
+    actors: Actors, queue_address: str
 ) -> None:
-    async with held_by_a_process(actors, address, lease_ttl_s=3600) as worker:
+    async with held_by_a_process(actors, queue_address, lease_ttl_s=3600) as worker:
         worker.signal(signal.SIGKILL)
         moved = await actors.lease(limit=ROWS, worker="other", wait_s=WAIT_S)
     assert [row.delivery for row in moved.rows] == [2] * ROWS
@@ -128,9 +124,9 @@ async def test_rows_of_a_killed_worker_move_long_before_their_time_to_live(
 
 
 async def test_rows_of_a_stopped_worker_move_and_what_it_writes_late_is_refused(
-    actors: Actors, address: str
+    actors: Actors, queue_address: str
 ) -> None:
-    async with held_by_a_process(actors, address) as worker:
+    async with held_by_a_process(actors, queue_address) as worker:
         worker.signal(signal.SIGSTOP)
         moved = await actors.lease(limit=ROWS, worker="other", wait_s=WAIT_S)
         worker.send("write")
@@ -142,8 +138,8 @@ async def test_rows_of_a_stopped_worker_move_and_what_it_writes_late_is_refused(
     assert ledger.balanced and ledger.resident["pending"] == ROWS and not ledger.dead_lettered
 
 
-async def test_a_busy_worker_keeps_its_rows(actors: Actors, address: str) -> None:
-    async with held_by_a_process(actors, address, max_attempts=1) as worker:
+async def test_a_busy_worker_keeps_its_rows(actors: Actors, queue_address: str) -> None:
+    async with held_by_a_process(actors, queue_address, max_attempts=1) as worker:
         worker.send(f"busy {4 * TTL_S}")
         await no_other_worker_gets_a_row(actors, 3 * TTL_S)
         assert await worker.read() == "idle"
@@ -152,8 +148,8 @@ async def test_a_busy_worker_keeps_its_rows(actors: Actors, address: str) -> Non
     assert ledger.balanced and not ledger.dead_lettered
 
 
-async def test_a_worker_that_hangs_loses_its_rows(actors: Actors, address: str) -> None:
-    async with held_by_a_process(actors, address, "--hung", TTL_S) as worker:
+async def test_a_worker_that_hangs_loses_its_rows(actors: Actors, queue_address: str) -> None:
+    async with held_by_a_process(actors, queue_address, "--hung", TTL_S) as worker:
         worker.send("busy 600")
         moved = await actors.lease(limit=ROWS, worker="other", wait_s=WAIT_S)
     assert [row.delivery for row in moved.rows] == [2] * ROWS
@@ -190,12 +186,12 @@ async def test_a_killed_queue_ends_no_lease_of_a_live_worker(tmp_path: Path) -> 
 
 
 async def test_a_worker_that_was_idle_for_long_does_not_count_as_hanging(
-    actors: Actors, address: str
+    actors: Actors, queue_address: str
 ) -> None:
     hung_s = 0.5
     await actors.start(spec(lease_ttl_s=TTL_S, max_attempts=1))
     await actors.feed(tasks(1))
-    async with QueueClient(address, renewer=partial(LeaseRenewer, hung_s=hung_s)) as queue:
+    async with QueueClient(queue_address, renewer=partial(LeaseRenewer, hung_s=hung_s)) as queue:
         held_leases = HeldLeases("rollout", "w", lambda lost: None)
         renewing = asyncio.ensure_future(queue.renew_held(held_leases))
         await asyncio.sleep(2 * hung_s)  # the test needs real time without a row

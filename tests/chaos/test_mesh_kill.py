@@ -1,4 +1,4 @@
-"""Every service of a running mesh is killed once with -9: the ledger balances. What cannot go on ends in one line."""
+"""Every service of a running mesh is killed once with -9: the ledger balances. A lasting failure ends in one line."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 async def test_a_row_whose_step_kills_the_trainer_is_given_up_and_the_others_are_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says nothing before it dies, as where native code crashes."""
+    """The trainer dies without a message, as in a crash of native code."""
     trainer = {
         "total_training_steps": 8,
         "save_freq": 1,
@@ -264,7 +264,7 @@ async def test_everybody_waits_while_the_queues_disk_is_full_and_goes_on_or_drai
 ) -> None:
     changes = {
         "queue": SMALL_QUEUE,
-        "trainer": {"total_training_steps": 12, "save_freq": 10, "test_freq": -1},
+        "trainer": {"total_training_steps": 100_000, "save_freq": 10, "test_freq": -1},
         "data": {"val_files": []},
     }
     mesh = make_mesh(tmp_path, changes)
@@ -286,8 +286,9 @@ async def test_everybody_waits_while_the_queues_disk_is_full_and_goes_on_or_drai
         assert "ended with" not in mesh.output and "Traceback" not in mesh.output, mesh.output
         ballast.unlink()
         assert (await mesh.ledger()).balanced
-        mesh.run()
-        await balanced(mesh, 12)
+        steps = len(mesh.steps()) + 2
+        mesh.run(f"trainer.total_training_steps={steps}")
+        await balanced(mesh, steps)
 
 
 @needs_mounts

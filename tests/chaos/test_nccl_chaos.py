@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.testing.libraries.stub import VARIABLE
+from tests.doubles import nccl
 
 from ..waiting import gone
 from .weights_mesh import Mesh, Process
@@ -31,7 +30,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
 
 
 def set_up(mesh: Mesh, **stub: object) -> None:
-    mesh.config["nccl"] = {"library": "stub", "env": {VARIABLE: json.dumps(stub)}}
+    mesh.config["nccl"] = nccl.settings(**stub)
 
 
 def children(process: Process) -> list[int]:
@@ -65,7 +64,7 @@ async def test_every_death_of_a_nccl_process_costs_a_generation_and_no_version(
         now = sum(path.exists() for path in struck)
         idle, before = (idle + 1 if now == before else 0), now
         if idle == IDLE:
-            # Pauses of a busy machine were too many failures of this group: it is none for good, another one is.
+            # Pauses of a busy machine were too many failures of this group: it is not formed again, another one is.
             idle = 0
             names.append(f"more {step}")
             replicas.append(await mesh.replica(names[-1]))

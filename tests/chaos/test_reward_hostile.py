@@ -25,7 +25,7 @@ from tests.adversarial.campaign import (
     why_not,
 )
 
-TABLE = Path(__file__).parents[2] / "docs" / "reference" / "reward-sandbox.md"
+TABLE = Path(__file__).parents[2] / "docs" / "measurements" / "hostile-functions.md"
 
 
 def campaign_of(level: Isolation, factory: pytest.TempPathFactory) -> Campaign:

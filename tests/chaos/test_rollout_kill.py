@@ -17,16 +17,13 @@ from meshrl.contract import rows
 from meshrl.contract.types import (
     ROLLOUT_COLUMNS,
     ROLLOUT_STAGE,
-    RunSpec,
     SamplingParams,
     Task,
     Trajectory,
     Uid,
 )
-from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers import QueueServicer
+from meshrl.testing.contract.queue_actors import Actors, spec
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ..processes import python
 from ..unit.rollout.checkpoints import forced_logprobs, greedy, make_model
@@ -112,41 +109,31 @@ def number_of(uid: Uid) -> int:
     return int(uid.task[1:])
 
 
-async def everything(queue: TransferQueue) -> list[Trajectory]:
-    batch = await queue.take(RUN, epoch=1, step=0, groups=GROUPS, batch_id="b", wait_s=120)
+async def everything(actors: Actors) -> list[Trajectory]:
+    batch = await actors.take(0, groups=GROUPS, wait_s=120)
     uids = [row.uid for row in batch.rows]
-    columns = await queue.fetch_rows(RUN, uids, ROLLOUT_COLUMNS)
+    columns = await actors.queue.fetch_rows(RUN, uids, ROLLOUT_COLUMNS)
     return [rows.trajectory(uid, each) for uid, each in zip(uids, columns, strict=True)]
 
 
-async def test_responses_outlive_the_processes_that_sample_them(tmp_path: Path) -> None:
+async def test_responses_outlive_the_processes_that_sample_them(
+    queue: TransferQueue, queue_address: str, tmp_path: Path
+) -> None:
     model = make_model(
         "Qwen3",
         **{"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 6, "head_dim": 32},
         **{"tie_word_embeddings": True, "max_position_embeddings": 512, "initializer_range": 0.1},
     )
     model.save_pretrained(tmp_path)
-    queue = await TransferQueue.open(MemoryStore())
-    settings = ServerSettings(metrics_port=None, drain_grace_s=1)
+    actors = Actors(queue, RUN)
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(GrpcServer(settings, [QueueServicer(queue)]))
         killed, drained, last = [
-            await stack.enter_async_context(rollout_process(server.address, tmp_path, name))
+            await stack.enter_async_context(rollout_process(queue_address, tmp_path, name))
             for name in ("killed", "drained", "last")
         ]
-        await queue.open_run(
-            RunSpec(
-                run=RUN,
-                group_size=GROUP,
-                stages=(ROLLOUT_STAGE,),
-                batch_groups=GROUPS,
-                max_staleness=0.0,
-                lease_ttl_s=15.0,  # a busy machine must not take it for a death
-            )
-        )
-        await queue.acquire(RUN, "trainer")
-        await queue.publish(RUN, FIRST)
-        await queue.admit(RUN, [task(number) for number in range(GROUPS)], cursor="", wait_s=5)
+        changes = {"group_size": GROUP, "batch_groups": GROUPS, "stages": (ROLLOUT_STAGE,)}
+        await actors.start(spec(RUN, **changes, lease_ttl_s=15.0))  # no busy machine is a death
+        await actors.feed([task(number) for number in range(GROUPS)])
         await queue.close_feed(RUN)
 
         await killed.go()
@@ -156,10 +143,9 @@ async def test_responses_outlive_the_processes_that_sample_them(tmp_path: Path) 
         await drained.sampled(TOKENS // 3)
         assert await drained.end(signal.SIGTERM) == 0
         await last.go()
-        done = await everything(queue)
+        done = await everything(actors)
         ledger = await queue.ledger(RUN)
         assert await last.end(signal.SIGTERM) == 0
-    await queue.close()
 
     before, between, after = killed.responses(), drained.responses(), last.responses()
     # The drained process has given all that it had to its successors, and the killed one all but an interval a row.

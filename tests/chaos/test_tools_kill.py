@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from meshrl.contract import rows
-from meshrl.contract.types import ROLLOUT_COLUMNS, ROLLOUT_STAGE, RunSpec, Trajectory, Version
-from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers import QueueServicer
+from meshrl.contract.types import ROLLOUT_COLUMNS, ROLLOUT_STAGE, Trajectory
+from meshrl.testing.contract.queue_actors import Actors, spec
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.stores.memory import MemoryStore
 from tests.doubles.scripted import task
 
 from ..processes import python
@@ -24,7 +23,6 @@ from ..waiting import gone, until
 from .tools_process import CALL, RUN
 
 TOKENIZER = chat_tokenizer()
-FIRST = Version(1, 0)
 
 
 class Mesh:
@@ -57,28 +55,23 @@ def worker(mesh: Mesh, name: str) -> AbstractAsyncContextManager[asyncio.subproc
     return python("-m", "tests.chaos.tools_process", mesh.address, mesh.log, name)
 
 
-@asynccontextmanager
-async def mesh_of(tmp_path: Path, *, lease_ttl_s: float) -> AsyncIterator[Mesh]:
-    queue = await TransferQueue.open(MemoryStore())
-    settings = ServerSettings(metrics_port=None, drain_grace_s=1)
-    async with GrpcServer(settings, [QueueServicer(queue)]) as server:
-        spec = RunSpec(
-            run=RUN,
+@pytest.fixture
+async def mesh(queue: TransferQueue, queue_address: str, tmp_path: Path) -> Mesh:
+    """A row of a policy that calls a tool waits for its worker."""
+    actors = Actors(queue, RUN)
+    await actors.start(
+        spec(
+            RUN,
             group_size=1,
             stages=(ROLLOUT_STAGE,),
             batch_groups=1,
-            max_staleness=0.0,
             max_attempts=5,
-            lease_ttl_s=lease_ttl_s,
+            lease_ttl_s=6.0,
         )
-        await queue.open_run(spec)
-        await queue.acquire(RUN, "trainer")
-        await queue.publish(RUN, FIRST)
-        tools_task = replace(task(TOKENIZER), run=RUN, program="tools")
-        await queue.admit(RUN, [tools_task], cursor="", wait_s=5)
-        await queue.close_feed(RUN)
-        yield Mesh(queue, server.address, tmp_path / "log")
-    await queue.close()
+    )
+    await actors.feed([replace(task(TOKENIZER), run=RUN, program="tools")])
+    await queue.close_feed(RUN)
+    return Mesh(queue, queue_address, tmp_path / "log")
 
 
 def check(row: Trajectory) -> None:
@@ -88,10 +81,8 @@ def check(row: Trajectory) -> None:
     assert text.endswith("<|start|>tool\n42<|end|>\n<|start|>assistant\nIt is 42.<|end|>")
 
 
-async def test_a_server_killed_in_a_call_costs_an_attempt_and_the_row_goes_on(
-    tmp_path: Path,
-) -> None:
-    async with mesh_of(tmp_path, lease_ttl_s=60) as mesh, worker(mesh, "w0") as process:
+async def test_a_server_killed_in_a_call_costs_an_attempt_and_the_row_goes_on(mesh: Mesh) -> None:
+    async with worker(mesh, "w0") as process:
         await mesh.until_called(1)
         os.kill(int(mesh.noted("pid")[0].split()[1]), signal.SIGKILL)
         row = await mesh.row()
@@ -104,17 +95,16 @@ async def test_a_server_killed_in_a_call_costs_an_attempt_and_the_row_goes_on(
     await mesh.ended()
 
 
-async def test_a_killed_worker_leaves_no_server_and_another_goes_on(tmp_path: Path) -> None:
-    async with mesh_of(tmp_path, lease_ttl_s=6) as mesh:
-        async with worker(mesh, "w0") as process:
-            await mesh.until_called(1)
-            process.kill()
-            await process.wait()
-            await mesh.ended()
-        async with worker(mesh, "w1") as process:
-            row = await mesh.row()
-            process.send_signal(signal.SIGTERM)
-            assert await process.wait() == 0
-        assert (await mesh.queue.ledger(RUN)).balanced
+async def test_a_killed_worker_leaves_no_server_and_another_goes_on(mesh: Mesh) -> None:
+    async with worker(mesh, "w0") as process:
+        await mesh.until_called(1)
+        process.kill()
+        await process.wait()
+        await mesh.ended()
+    async with worker(mesh, "w1") as process:
+        row = await mesh.row()
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+    assert (await mesh.queue.ledger(RUN)).balanced
     check(row)
     await mesh.ended()

@@ -27,7 +27,7 @@ async def test_the_trainer_goes_on_while_its_whole_fleet_is_stopped(mesh: Mesh) 
     for step in range(2):
         await trainer.publish(step)
         await trainer.until(lambda step=step: f"1.{step}" in trainer.all("published"))
-    # No bucket goes on past a stopped replica, so the one that stops in the middle of a transfer is the first.
+    # No bucket passes a stopped replica, so the one that stops in the middle of a transfer is the first.
     pid = replicas[0].child.pid
     await trainer.publish(2, pid=pid, signal=signal.SIGSTOP, at=1, call=1)
     await replicas[0].stopped()

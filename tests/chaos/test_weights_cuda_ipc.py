@@ -18,7 +18,7 @@ REAL = pytest.param(
 )
 
 
-@pytest.fixture(params=["stub", REAL])
+@pytest.fixture(params=["tests.doubles.device", REAL])
 async def mesh(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Mesh]:
     mesh = Mesh(tmp_path, "cuda_ipc", ipc={"library": request.param})
     yield mesh

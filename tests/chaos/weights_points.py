@@ -1,11 +1,11 @@
 """Kills and stops one process of a weight plane at each of 20 points of the protocol, and checks the others.
 
-    python -m tests.chaos.weights_points [--carrier shm] [--write docs/reference/weights-chaos.md] [--slowly 5]
-                                         [--lends] [--part 1/3 --kept /tmp/outcomes.json]
+    python -m tests.chaos.weights_points [--carrier shm] [--write] [--slowly 5] [--lends]
+                                         [--part 1/3 --kept /tmp/outcomes.json]
 
 Versions are published before they are gathered, as a trainer's are. A carrier that sends what is there while the rest
-is gathered has two points more. With `--part` the command runs one of so many parts and adds it to the file; the one
-that completes the file also writes the page.
+is gathered has two points more. `--write` renews the carrier's row of docs/reference/weights-chaos.md. With `--part`
+the command runs one of so many parts and adds it to the file; the one that completes the file also renews the row.
 
 One trainer and two survivors run through all cases; each replica that is killed or stopped is a process of its own.
 Prints a table and, last, a line of JSON; exit code 0 when every case ended as it must:
@@ -30,10 +30,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from meshrl.testing.libraries.stub import VARIABLE
+from tests.doubles import nccl
 
+from ..promises import today_and_commit
 from .weights_mesh import Mesh, Process
 
+PAGE = Path(__file__).parents[2] / "docs/reference/weights-chaos.md"
 CASE_S = 60.0
 SURVIVORS = ("one", "two")
 QUICK = {"base_s": 1.0, "silence_s": 2.0}
@@ -86,7 +88,7 @@ GATHERING = (
 
 
 def points_of(carrier: str) -> tuple[Point, ...]:
-    """Those of a carrier, replicas' first: each point of a trainer ends an epoch."""
+    """Points of a carrier, replicas' first: each point of a trainer ends an epoch."""
     points = POINTS + (() if carrier == "disk" else GATHERING)
     return tuple(sorted(points, key=lambda point: point.role))
 
@@ -111,11 +113,13 @@ class Campaign:
 
     def __init__(self, directory: Path, carrier: str, slowly: float, *, lends: bool) -> None:
         # NCCL over a network does not notice that a rank is lost.
-        stub = {"library": "stub", "env": {VARIABLE: json.dumps({"deaf": True})}}
+        stub = nccl.settings(deaf=True)
         self._times = slowly
         self._engine = ("--lends",) if lends else ()
         deadlines = {name: slowly * seconds for name, seconds in QUICK.items()}
-        self.mesh = Mesh(directory, carrier, nccl=stub, ipc={"library": "stub"}, **deadlines)
+        self.mesh = Mesh(
+            directory, carrier, nccl=stub, ipc={"library": "tests.doubles.device"}, **deadlines
+        )
         self._epoch = 1
         self._step = 0
         self._victims = 0
@@ -294,34 +298,32 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def page(outcomes: Sequence[Outcome], carrier: str, slowly: float, *, lends: bool) -> str:
-    """The reference page."""
-    assert __doc__ is not None
-    expected = __doc__.partition("as it must:\n\n")[2].rstrip()
+def row(outcomes: Sequence[Outcome], carrier: str, *, lends: bool, when: str) -> str:
+    """The carrier's row of the reference page: the longest times, in seconds."""
+    name = f"`{carrier}`" + (" into lent memory" if lends else "")
+    longest = [
+        f"{max(each.survivors_s or 0.0 for each in chosen):.1f}, {max(each.back_s or 0.0 for each in chosen):.1f}"
+        for chosen in (
+            [each for each in outcomes if (each.role, each.signal) == (role, number)]
+            for role in ("replica", "trainer")
+            for number in ("SIGKILL", "SIGSTOP")
+        )
+    ]
     cases = len(outcomes)
-    where = (
-        "\nEngines lend memory of a stub of a device, but for the second survivor's."
-        if lends
-        else ""
-    )
-    return f"""# SIGKILL and SIGSTOP at every point of the weights protocol
+    return f"| {name} | {cases} of {cases} | {' | '.join(longest)} | {when} |"
 
-<!-- Written by `python -m tests.chaos.weights_points --write FILE`: run it again, do not edit. -->
 
-One trainer, two survivors and the process that is killed or stopped, all real processes, stub engines that serve
-hashes, carrier `{carrier}`, deadlines of {slowly:g} to {6 * slowly:g} seconds.{where}
-{cases} of {cases} cases are right. A case is right when
-
-```
-{expected}
-```
-
-"Committed after": from the publishing of the version to its commit by the survivors, or, where that is the trainer,
-to the commit of what it resumes with (its restart, and the deliberate pause of a stopped one, included). "Back
-after": from the replacement's start, or SIGCONT, until all serve the newest version.
-
-{table(outcomes)}
-"""
+def renewed(page: str, line: str) -> str:
+    """The page with `line` in place of the row of its carrier, or after the last row."""
+    begin = line.split(" | ")[0] + " | "
+    lines = page.splitlines()
+    places = [number for number, each in enumerate(lines) if each.startswith(begin)]
+    if places:
+        lines[places[0]] = line
+    else:
+        last = max(number for number, each in enumerate(lines) if each.startswith("| `"))
+        lines.insert(last + 1, line)
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:
@@ -333,7 +335,7 @@ def main() -> int:
     parser.add_argument(
         "--lends", action="store_true", help="engines lend memory of a stub of a device"
     )
-    parser.add_argument("--write", type=Path, help="the reference page to write")
+    parser.add_argument("--write", action="store_true", help=f"renew a row of {PAGE.name}")
     parser.add_argument(
         "--slowly", type=float, default=1.0, help="times the deadlines, where others compute"
     )
@@ -353,8 +355,8 @@ def main() -> int:
         outcomes = _merged(options.kept, outcomes, every)
     print(table(outcomes))
     if ok and options.write and len(outcomes) == 2 * len(every):
-        text = page(outcomes, options.carrier, options.slowly, lends=options.lends)
-        options.write.write_text(text)
+        line = row(outcomes, options.carrier, lends=options.lends, when=today_and_commit())
+        PAGE.write_text(renewed(PAGE.read_text(), line))
     summary = {
         "ok": ok,
         "points": len({(each.role, each.point) for each in outcomes}),

@@ -49,7 +49,7 @@ class SignallingSource(GatheredStub):
         self._calls = command.get("call", 1)
 
     async def gather(self) -> None:
-        """Until all buckets are there."""
+        """Wait for all buckets."""
         for index in range(len(self.manifest.bucket_bytes)):
             await asyncio.sleep(GATHER_S)
             self.come(index)

@@ -330,7 +330,7 @@ async def _served(directory: Path, found: dict[str, Any]) -> str:
 
 
 def is_mixture(name: str) -> bool:
-    """Has it experts?"""
+    """Whether the model has experts."""
     return any("experts" in key for key in KINDS[name])
 
 
@@ -347,28 +347,26 @@ def figure(value: torch.Tensor) -> str:
 
 PAGE = """# Models
 
-What loads, trains and is served of transformers' causal language models. This page is what
+Which of transformers' causal language models are trained. Written by
 
 ```
 python -m tests.doubles.architectures --write docs/reference/models.md
 ```
 
-found with transformers {transformers} and torch {torch}, in float32 on a CPU: each as a random model of two layers.
-Figures of 1e-5 and below are float32 rounding.
+with transformers {transformers} and torch {torch}: random models of two layers in float32 on a CPU.
+1e-5 and below is rounding.
 
-- **log-probs**: greatest difference of a log-prob in a pack of three rows from transformers' own of each row alone.
-- **gradients**: greatest difference of a parameter's gradient from the sum over the rows, as a share of its norm.
-- **experts on 2 ranks**: the same with `trainer.parallel.expert: 2`, each rank with its share of the rows (gloo).
-- **published**: after a step of AdamW, what engines get has the names that the checkpoint has: vLLM and SGLang
-  load it as they loaded the checkpoint.
-- **`torch` engine**: greatest difference of its log-probs from the policy's, after that step; what it does not run is
-  for vLLM or SGLang.
+- **log-probs**: greatest difference in a pack of three rows from transformers' own of each row alone.
+- **gradients**: greatest difference from the sum over the rows, as a share of the gradient's norm.
+- **experts on 2 ranks**: the same with `trainer.parallel.expert: 2` (gloo).
+- **published**: after a step, engines get the names of the checkpoint.
+- **`torch` engine**: greatest difference of its log-probs from the policy's, after that step.
 
 {table}
 
-Which of them a real vLLM or SGLang served here: [engines](engines.md#versions-and-what-was-run). Attention with
-softcaps (Gemma 2) or sinks (GPT-OSS) keeps all scores of a row in memory. Buffers such as DeepSeek-V3's routing
-bias are published in the type of the weights.
+Served by real servers: [vLLM](vllm.md#what-was-run), [SGLang](sglang.md#what-was-run). Others:
+[vision-language models](vision-models.md), [2 and 4 ranks](../measurements/several-ranks.md).
+Attention with softcaps (Gemma 2) or sinks (GPT-OSS) keeps all scores of a row in memory.
 """
 
 
@@ -388,7 +386,7 @@ def replace_section(page: Path, heading: str, text: str) -> None:
     """Write `text` in place of the section of `page` that begins with `heading`; it begins with it, too."""
     before, _, after = page.read_text().partition(heading)
     kept = "".join(after.partition("\n## ")[1:])
-    page.write_text(f"{before.rstrip()}\n\n{text}{kept}")
+    page.write_text(f"{before.rstrip()}\n\n{text}{kept}".lstrip())
 
 
 def parser_of(doc: str | None, known: Iterable[str]) -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """Compares training by several ranks with training by one process, for every way in which ranks share the work.
 
-python -m tests.doubles.equality [MODEL ...] [--ranks 2 4] [--training AdamW Muon] [--write docs/reference/models.md]
+python -m tests.doubles.equality [MODEL ...] [--ranks 2 4] [--training AdamW Muon]
+    [--write docs/measurements/several-ranks.md]
 
 random weights ─▶ checkpoint ─▶ three steps of the learner by one process ─▶ the same by 2 and 4 ranks (gloo)
 """
@@ -69,16 +70,28 @@ class Training(NamedTuple):
 
 TRAININGS = {
     "AdamW": Training(
-        ("Qwen3", "Qwen3Moe", "DeepseekV3", "Mixtral", "GptOss", "Qwen3VL", "SmolVLM")
+        (
+            "Qwen3",
+            "Qwen3Moe",
+            "DeepseekV3",
+            "Mixtral",
+            "GptOss",
+            "Qwen3_5Text",
+            "Qwen3Next",
+            "Qwen3_5MoeText",
+            "Qwen3VL",
+            "SmolVLM",
+        )
     ),
     "Muon": Training(("Qwen3", "Qwen3Moe", "DeepseekV3"), optimizer="muon"),
     # It is computed over a micro-batch: each row is one by itself, so that all have the same.
     "auxiliary loss": Training(
-        ("Qwen3Moe",), {"router_aux_loss_coef": 0.1, "ppo_max_token_len_per_gpu": 1}
+        ("Qwen3Moe", "Qwen3Next"), {"router_aux_loss_coef": 0.1, "ppo_max_token_len_per_gpu": 1}
     ),
     "routers' bias": Training(("DeepseekV3",), {"moe_router_bias_update_rate": 0.01}),
 }
 """Trainings by their names in the table."""
+HYBRIDS = ("Qwen3_5Text", "Qwen3Next", "Qwen3_5MoeText")
 LAYOUTS: dict[int, tuple[dict[str, int], ...]] = {
     2: (
         {"data_shard": 2},
@@ -101,16 +114,16 @@ LAYOUTS: dict[int, tuple[dict[str, int], ...]] = {
 }
 """Layouts by number of ranks: all options of `trainer.parallel`."""
 
-HEADING = "## Several ranks and one"
+HEADING = "# Several ranks and one"
 SECTION = (
     HEADING
     + """
 
 Three steps with gradients clipped, by the learner itself with several micro-batches a rank, beside the same by one
-process; float32, gloo. This section is what
+process; float32, gloo. This page is what
 
 ```
-python -m tests.doubles.equality --write docs/reference/models.md
+python -m tests.doubles.equality --write docs/measurements/several-ranks.md
 ```
 
 found. What ranks share is named as in `trainer.parallel`.
@@ -127,7 +140,8 @@ found. What ranks share is named as in `trainer.parallel`.
 {table}
 
 With `tensor`, the attention of DeepSeek-V3 and GPT-OSS is computed by each rank: transformers' plans share their
-experts, other MLPs and the vocabulary.
+experts, other MLPs and the vocabulary. Layers with a state (Qwen3.5, Qwen3-Next) are not shared by `sequence` or
+`tensor`: refused.
 """
 )
 
@@ -258,6 +272,8 @@ def _rank(rank: int, ranks: int, port: int, works: Sequence[Work], directory: st
 def _can_share(name: str, layout: Mapping[str, int]) -> bool:
     if name in vision.KINDS:
         return not {"tensor", "expert"} & layout.keys()
+    if name in HYBRIDS and {"sequence", "tensor"} & layout.keys():
+        return False  # refused: their layers keep a state
     return "expert" not in layout or is_mixture(name)
 
 

@@ -1,10 +1,11 @@
-"""A stand-in for the Hugging Face hub: what huggingface_hub asks of it when it lists and downloads a snapshot."""
+"""A stand-in for the Hugging Face hub: requests of huggingface_hub to list, download and upload a snapshot."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import threading
+from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ class FakeHub:
     revisions: dict[str, dict[str, Mapping[str, bytes]]] = field(default_factory=dict)
     """`datasets/ORG/NAME` or `models/ORG/NAME`, to commits, to files."""
     gated: set[str] = field(default_factory=set)
+    visibility: dict[str, str] = field(default_factory=dict)
+    """Visibility of repositories that a request has made, by name."""
     asked: list[str] = field(default_factory=list)
 
     def push(self, name: str, files: Mapping[str, bytes]) -> str:
@@ -65,6 +68,33 @@ class FakeHub:
         data = files["/".join(parts[4:])]
         return 200, {"ETag": f'"{_blob(data)}"', "X-Repo-Commit": commit}, data
 
+    def take(self, path: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        """The answer to a POST: a repository, how files want to be sent, a commit."""
+        parts = path.strip("/").split("/")
+        if parts[1] == "repos":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            if f"models/{name}" in self.gated:
+                return 403, {"X-Error-Message": "this token may not write there"}, b""
+            self.visibility.setdefault(name, asked.get("visibility", "public"))
+            return self.json({"url": f"{self.url}/{name}"})
+        name = "/".join(parts[2:4])
+        if parts[4] == "preupload":
+            files = [
+                {"path": each["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for each in json.loads(body)["files"]
+            ]
+            return self.json({"files": files})
+        lines = [json.loads(line) for line in body.splitlines()]
+        sent = {
+            line["value"]["path"]: b64decode(line["value"]["content"])
+            for line in lines
+            if line["key"] == "file"
+        }
+        commit = self.push(f"models/{name}", sent)
+        url = f"{self.url}/{name}/commit/{commit}"
+        return self.json({"commitUrl": url, "commitOid": commit, "success": True})
+
     def json(self, value: object) -> tuple[int, dict[str, str], bytes]:
         """An answer of the API."""
         return 200, {"Content-Type": "application/json"}, json.dumps(value).encode()
@@ -81,15 +111,22 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
+        def do_POST(self) -> None:
+            sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send(*hub.take(self.path, sent))
+
         def do_GET(self) -> None:
-            status, headers, body = hub.answer(self.path)
+            answered = hub.answer(self.path)
             if self.command == "GET" and "/resolve/" in self.path:
                 hub.asked.append(self.path)
+            self.send(*answered)
+
+        def send(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
             self.end_headers()
-            if self.command == "GET":
+            if self.command != "HEAD":
                 self.wfile.write(body)
 
         do_HEAD = do_GET

@@ -59,20 +59,18 @@ def tried(kind: str) -> tuple[str, str]:
 
 SECTION = """## Every causal model
 
-All {count} types that transformers {transformers} makes causal language models of, by their defaults, tried as the
-trainer tries a model that it loads: the log-probs of three rows in a pack beside transformers' own of each row, by a
-small random copy. This section is what
+All {count} types of transformers {transformers}, checked as the trainer checks a model that it
+loads: log-probs of three packed rows beside transformers' own. Written by
 
 ```
 python -m tests.doubles.trainable --write docs/reference/models.md
 ```
 
-found. Layers of a model are part of its `config.json`: where a type is trained, a checkpoint of it that lists other
-`layer_types` may be refused, and the other way round.
+Other `layer_types` in `config.json` than the defaults may give another result.
 
 **Trained** ({trained_count}): {trained}.
 
-| refused | why |
+| refused because | types |
 |---|---|
 {refused}
 """
@@ -81,13 +79,18 @@ found. Layers of a model are part of its `config.json`: where a type is trained,
 def section(found: Mapping[str, str]) -> str:
     """The result of each type."""
     trained = [kind for kind, why in found.items() if not why]
-    refused = [f"| {kind} | {why.replace('|', ' ')} |" for kind, why in found.items() if why]
+    refused: dict[str, list[str]] = {}
+    for kind, why in found.items():
+        if why:
+            reason = why.removeprefix(kind).lstrip(": ").replace("|", " ")
+            refused.setdefault(reason, []).append(kind)
+    lines = [f"| {reason} | {', '.join(kinds)} |" for reason, kinds in refused.items()]
     return SECTION.format(
         count=len(found),
         transformers=transformers.__version__,
         trained_count=len(trained),
         trained=", ".join(trained),
-        refused="\n".join(refused),
+        refused="\n".join(lines),
     )
 
 

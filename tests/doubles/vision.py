@@ -1,6 +1,6 @@
 """Compares models that read pictures with transformers' own: a table of them.
 
-python -m tests.doubles.vision [NAME ...] [--write docs/reference/models.md]
+python -m tests.doubles.vision [NAME ...] [--write docs/reference/vision-models.md]
 
 random weights ─▶ checkpoint ─▶ log-probs and gradients of a pack, beside transformers' own of each row
 """
@@ -25,30 +25,30 @@ from meshrl.trainer.ranks.world import World
 from tests.doubles.architectures import figure, gradients_apart, parser_of, replace_section
 from tests.doubles.vision_rows import logprobs_alone, packed, rows
 
-HEADING = "## Models that read pictures"
+HEADING = "## Vision-language models"
 SECTION = (
     HEADING
     + """
 
-Random models of two layers whose vision towers are trained, too, and a pack of six rows with up to two pictures, of
-which some are alike; float32 on a CPU. This section is what
+Random models of two layers with trained vision towers, in float32 on a CPU; a pack of six rows
+with up to two pictures. Written by
 
 ```
-python -m tests.doubles.vision --write docs/reference/models.md
+python -m tests.doubles.vision --write docs/reference/vision-models.md
 ```
 
-found with transformers {transformers} and torch {torch}.
+with transformers {transformers} and torch {torch}.
 
-- **log-probs**: greatest difference of a log-prob in the pack from transformers' own of each row alone.
-- **gradients**: greatest difference of a parameter's gradient, the tower's among them, from the sum over the rows by
-  transformers, as a share of its norm.
+- **log-probs**: greatest difference from transformers' own of each row alone.
+- **gradients**: greatest difference from the sum over the rows by transformers, as a share of the
+  gradient's norm.
 - **separate rows**: the same, from the sum over the rows each in a pack of its own.
 
 | model | log-probs | gradients | separate rows |
 |---|---|---|---|
 {table}
 
-[Several ranks with them](#several-ranks-and-one). What becomes of their pictures: [pictures](../how-to/pictures.md).
+[2 and 4 ranks](../measurements/several-ranks.md); [recipes and limits](../how-to/pictures.md).
 """
 )
 

@@ -1,4 +1,4 @@
-"""Rows with pictures for the small models of `meshrl.testing.vision`, and what holds them against transformers."""
+"""Rows with pictures for the models of `meshrl.testing.vision`, and what holds them against transformers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch.distributed.tensor import DTensor
 
 from meshrl.contract.ports import Engine
 from meshrl.contract.types import (
@@ -102,10 +103,12 @@ def logprobs_alone(hf: Any, row: Trajectory, reader: VisionReader) -> torch.Tens
 
 @torch.no_grad()
 def move_weights(policy: Policy, seed: int) -> None:
-    """Other weights everywhere, in the tower, too."""
+    """Other weights everywhere that is trained, in the tower, too."""
     generator = torch.Generator().manual_seed(seed)
     for _, parameter in policy.named_tensors():
-        local: torch.Tensor = parameter.to_local()  # type: ignore[attr-defined]
+        if not parameter.requires_grad:
+            continue
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local += 0.02 * torch.randn(local.shape, generator=generator)
 
 

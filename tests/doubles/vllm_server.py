@@ -3,7 +3,7 @@
     python -m tests.doubles.vllm_server --host 127.0.0.1 --port 8000          other options of vLLM are accepted
 
 It is for the `vllm` engine with `update: native`: each worker rank is a process that really receives the broadcasts,
-over the NCCL stub of `meshrl.testing.libraries`. Every response is one token. GET /fake returns the calls so far, the
+over the NCCL of `tests.doubles.nccl`. Every response is one token. GET /fake returns the calls so far, the
 pids of the ranks, and for each loaded tensor its type, shape and hash.
 
 The environment variable FAKE_VLLM holds JSON: `world` (worker ranks, default 1), `fault`, and `once` (a file: the
@@ -39,6 +39,8 @@ from meshrl.config.weights import NcclConfig
 from meshrl.contract.types import Uint8
 from meshrl.weights.nccl.process import NcclProcess
 
+from . import nccl
+
 SETTINGS = json.loads(os.environ.get("FAKE_VLLM", "{}"))
 WAIT_S = 600.0
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -68,7 +70,7 @@ class Workers:
         for rank in self.ranks:
             rank.kill()
         world = SETTINGS.get("world", 1)
-        self.ranks = [NcclProcess(NcclConfig(library="stub", spare=False)) for _ in range(world)]
+        self.ranks = [NcclProcess(NcclConfig(**nccl.settings(), spare=False)) for _ in range(world)]
         await asyncio.gather(*(rank.start() for rank in self.ranks))
         await asyncio.gather(
             *(

@@ -17,8 +17,8 @@ from meshrl.common import chunk_digest, shared_buffers
 from meshrl.contract.errors import CorruptError, NotFoundError, UserError
 from meshrl.contract.ports import DeviceReceiver, GatheredSource, LentBucket
 from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
-from meshrl.testing.devices.stub import StubDevice
 from meshrl.weights.messages import digest, hashes_of, tensor_digest
+from tests.doubles.device import StubDevice
 
 _ITEM = {"float32": 4, "bfloat16": 2}
 
@@ -101,7 +101,7 @@ class GatheredStub(StubSource, GatheredSource):
 
     @property
     def manifest(self) -> WeightManifest:
-        """Without hashes until all buckets have come."""
+        """The manifest, without hashes until all buckets have come."""
         if all(each.is_set() for each in self._coming) and self._error is None:
             return self._manifest
         return replace(self._manifest, bucket_hashes=(), tensor_hashes=())
@@ -164,7 +164,7 @@ class LendingHashSink(HashSink):
         self.lent: dict[LentBucket, int] = {}
         """Pointers."""
         self.versions: list[Version] = []
-        """That arrived there."""
+        """Versions that arrived."""
 
     async def lend(
         self, manifest: WeightManifest, receiver: DeviceReceiver

@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from ..fleet import end, fleet, in_a_row, make_fleet, wait_for, working
+from ..fleet import end, fleet, make_fleet, wait_for, working
 from ..mesh import PATIENCE_S, Mesh
 
 pytestmark = pytest.mark.slow
 
 
 async def test_a_fleet_is_replaced_member_by_member_while_training(tmp_path: Path) -> None:
-    # Rows so long that the workers are the slow ones: a worker that leaves is in the middle of some.
-    mesh = make_fleet(tmp_path, workers=2, response_tokens=32)
+    mesh = make_fleet(tmp_path, workers=2)
     with mesh.up() as process:
         mesh.wait_for_step(process, 1)
         await wait_for(mesh, process, working("rollout-0", "rollout-1"), "at work")
@@ -26,7 +25,6 @@ async def test_a_fleet_is_replaced_member_by_member_while_training(tmp_path: Pat
         # Nobody is given rows before it serves a committed version.
         await wait_for(mesh, process, working("rollout-2", "rollout-3"), "joined by two")
         for name, remain in (("rollout-0", 3), ("rollout-1", 2)):
-            await wait_for(mesh, process, in_a_row(name), "in the middle of a row")
             assert f"{name} has left; {remain} of this `up` remain" in fleet(mesh, "drain", name)
         assert "has left already" in fleet(mesh, "drain", "rollout-0")
         done = len(mesh.steps())
@@ -39,8 +37,7 @@ async def test_a_fleet_is_replaced_member_by_member_while_training(tmp_path: Pat
             "SERVING",
         ]
         assert [left[name]["reason"] for name in ("rollout-0", "rollout-1")] == ["drained"] * 2
-        # The rows of the two were continued, not sampled from the start.
-        assert sum(left[name]["continued_tokens"] for name in ("rollout-2", "rollout-3")) > 0
+        # That rows of such workers are continued, `test_rollout_kill.py` decides.
         assert "restart" not in mesh.output and "starting it again" not in mesh.output
         await leave_and_join_by_hand(mesh, process)
         await end(mesh, process)

@@ -1,4 +1,4 @@
-"""A start that is refused trains nothing and writes nothing, and the run goes on as it was."""
+"""A start that is refused trains nothing and writes nothing, and the run continues as it was."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def test_a_refused_start_leaves_a_run_byte_for_byte(tmp_path: Path) -> None:
     assert files(mesh) == before
 
     mesh.run(f"trainer.total_training_steps={done + 6}", "--accept-changes")
-    assert "the run began with" in mesh.output and "it goes on from their beginning" in mesh.output
+    assert "the run began with" in mesh.output and "continues from their beginning" in mesh.output
     assert [step["step"] for step in mesh.steps()] == list(range(1, done + 7))

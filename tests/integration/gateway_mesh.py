@@ -199,7 +199,12 @@ async def agents_mesh(
             serving_http(app, "127.0.0.1", 0, Certificates(), name="gateway", refuse=refusal)
         )
         programs = await stack.enter_async_context(
-            ProgramCache(changes.get("program", "openai"), options, gateway=sessions)
+            ProgramCache(
+                changes.get("program", "openai"),
+                options,
+                gateway=sessions,
+                containers=changes.get("containers"),
+            )
         )
         await programs.start()
         worker = RolloutWorker(

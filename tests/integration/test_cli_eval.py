@@ -100,7 +100,7 @@ def test_every_answer_is_written_out(recipe: str, capsys: pytest.CaptureFixture[
     assert first["components"]["length"] == len(first["response"])
     assert run(*arguments) == 2
     assert capsys.readouterr().err == (
-        "error: --out answers.jsonl is there already; choose another, or give --force\n"
+        "error: --out answers.jsonl already exists; choose another, or give --force\n"
     )
 
 
@@ -128,7 +128,7 @@ def test_a_judge_reads_the_prompt(
         (["--checkpoint", "nowhere"], "error: no such checkpoint: nowhere"),
         (
             ["--out", "nowhere/answers.jsonl"],
-            "error: --out nowhere/answers.jsonl: want a file in a directory that is there",
+            "error: --out nowhere/answers.jsonl: want a file in a directory that exists",
         ),
         (
             ["data.val_files=[]"],

@@ -117,7 +117,7 @@ async def test_a_signal_drains_and_nothing_is_left(workplace: Path) -> None:
     code, _, err = await ended(process)
     assert (code, err) == (
         143,
-        ["stopped by SIGTERM; the same command goes on from there"],
+        ["stopped by SIGTERM; the same command continues from there"],
     )
     assert processes_of(workplace) == []
     assert not is_up(Path("runs/tiny"))

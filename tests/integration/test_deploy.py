@@ -27,6 +27,8 @@ DEPLOY = ROOT / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 MESH = {name: each for name, each in COMPOSE["services"].items() if name in BUILT_IN}
+SERVICES = set(BUILT_IN) - {"tinker"}
+"""Services of a mesh."""
 BESIDE = {"prepare", "operator", "prometheus", "grafana"}
 """Containers beside the services: `prepare` runs before them, the others only if their profile is named."""
 INTERPOLATION = re.compile(r"\$\{\w+:-([^}]*)\}")
@@ -135,15 +137,15 @@ def test_the_strict_sandbox_finds_what_it_needs_under_systemd() -> None:
 
 
 def test_compose_and_systemd_have_the_services_that_the_command_line_knows() -> None:
-    assert set(COMPOSE["services"]) == {*BUILT_IN, *BESIDE}
-    assert {unit.stem.removeprefix("meshrl-").rstrip("@") for unit in UNITS} == set(BUILT_IN)
+    assert set(COMPOSE["services"]) == {*SERVICES, *BESIDE}
+    assert {unit.stem.removeprefix("meshrl-").rstrip("@") for unit in UNITS} == SERVICES
 
 
 def test_prometheus_expects_no_service_that_a_recipe_may_do_without() -> None:
     (job,) = yaml.safe_load((DEPLOY / "prometheus/prometheus.yaml").read_text())["scrape_configs"]
     expected = {each.partition(":")[0] for each in job["static_configs"][0]["targets"]}
     looked_for = set(job["dns_sd_configs"][0]["names"])
-    assert expected | looked_for == set(BUILT_IN)
+    assert expected | looked_for == SERVICES
     assert "reference" not in expected  # it would be away for ever
 
 
@@ -241,7 +243,7 @@ def test_compose_takes_the_file(files: tuple[str, ...]) -> None:
     )
     assert done.returncode == 0, done.stderr
     services = yaml.safe_load(done.stdout)["services"]
-    assert {*BUILT_IN, "prepare"} <= set(services) <= {*BUILT_IN, *BESIDE}
+    assert {*SERVICES, "prepare"} <= set(services) <= {*SERVICES, *BESIDE}
 
 
 def compose_program() -> list[str]:

@@ -1,4 +1,4 @@
-"""The queue's disk is full for a while: services wait, say so, keep their leases, and go on by themselves."""
+"""The queue's disk is full for a while: services wait, say so, keep their leases, and continue by themselves."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def rolling(queue: QueueClient, go: asyncio.Event) -> StageWorker:
 
 
 async def until_waits_for(actors: Actors, what: str) -> None:
-    """Until `why_waiting` says so."""
+    """Wait until `why_waiting` says so."""
     await waiting_entries(actors.queue, lambda wait: what in f"{wait.who}: {wait.what}")
 
 
@@ -103,7 +103,7 @@ async def test_a_stage_waits_for_space_and_writes_each_row_once(
         go.set()
         who = "stage rollout" if full == "rows" else "everybody"
         await until_waits_for(actors, f"{who}: space in the store: no space for")
-        await asyncio.sleep(2.5)  # longer than a lease: renewals go on
+        await asyncio.sleep(2.5)  # longer than a lease: renewals continue
         assert not working.done() and loop.stats.lost == 0
         store.full = ""
         await until(lambda: loop.stats.written == ROWS)

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from openai import AsyncOpenAI
 
 from meshrl.contract.types import OnUpdate, Version
@@ -91,6 +93,40 @@ async def test_log_probs_and_usage_are_those_of_the_row(talking_model: Path) -> 
         deltas = mesh.engine.deltas[f"{RUN}/t0/0.0"]
         assert sampled == [float(value) for delta in deltas for value in delta.logprobs]
         assert texts == [mesh.tokenizer.decode([t for d in deltas for t in d.tokens.tolist()])]
+
+
+async def test_what_a_prompt_says_is_what_transformers_says(talking_model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(talking_model)
+    found: list[Any] = []
+
+    async def ask(client: AsyncOpenAI, task: Any) -> None:
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+        wish: Any = {"model": "m", "extra_body": {"prompt_logprobs": 2}}
+        found.append((await client.chat.completions.create(**chat, **wish)).model_dump())
+        text: Any = {"prompt": "who?", "max_tokens": 3, "logprobs": 1, "echo": True}
+        found.append((await client.completions.create(**text, **wish)).model_dump())
+
+    async with agents_mesh(talking_model, {**leading(ask), "branch": "longest"}) as mesh:
+        await mesh.rows(1)
+        chat, text = found
+        prompt = mesh.tokenizer.encode("who?")
+        values = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    choice = text["choices"][0]
+    assert choice["text"].startswith("who?") and "prompt_logprobs" not in text
+    none, *echoed = choice["logprobs"]["token_logprobs"][: len(prompt)]
+    own = [row[token].item() for row, token in zip(values, prompt[1:], strict=True)]
+    assert none is None and echoed == pytest.approx(own, abs=1e-4)
+    assert len(choice["logprobs"]["token_logprobs"]) == text["usage"]["total_tokens"]
+    first, *places = choice["prompt_logprobs"]
+    assert first is None and len(places) == len(own)
+    for place, row, token, value in zip(places, values, prompt[1:], own, strict=True):
+        assert place[str(token)]["logprob"] == pytest.approx(value, abs=1e-4)
+        best = place[str(int(row.argmax()))]
+        assert best["rank"] == 1 and best["logprob"] == pytest.approx(row.max().item(), abs=1e-4)
+        assert len(place) in (2, 3)
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
 
 
 async def test_an_agent_that_forgets_is_one_row_of_the_queue_with_a_part_for_each_step(

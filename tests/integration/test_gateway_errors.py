@@ -92,6 +92,7 @@ async def test_an_unsupported_option_is_refused_by_its_parameter(talking_model: 
         "n": {"n": 2},
         "bias": {"logit_bias": {"5": 1}},
         "penalty": {"frequency_penalty": 0.5},
+        "prompt": {"prompt_logprobs": 21},
         "top_logprobs": {"logprobs": True, "top_logprobs": 3},
         "json mode": {"response_format": {"type": "json_object"}},
         "tool_choice": {"tools": [TOOL], "tool_choice": "required"},
@@ -99,7 +100,8 @@ async def test_an_unsupported_option_is_refused_by_its_parameter(talking_model: 
     }
     completions: dict[str, Any] = {
         "two prompts": {"prompt": ["x", "y"]},
-        "echo": {"prompt": "x", "echo": True},
+        "echo": {"prompt": "x", "echo": True, "stream": True},
+        "streamed": {"prompt": "x", "prompt_logprobs": 0, "stream": True},
         "long": {"prompt": "x" * 1000},
     }
     requests: dict[str, Any] = {name: {"json": CHAT | more} for name, more in chats.items()}
@@ -109,12 +111,14 @@ async def test_an_unsupported_option_is_refused_by_its_parameter(talking_model: 
         "n": (400, "n"),
         "bias": (400, "logit_bias"),
         "penalty": (400, "frequency_penalty"),
+        "prompt": (400, "prompt_logprobs"),
         "top_logprobs": (400, "top_logprobs"),
         "json mode": (400, "response_format"),
         "tool_choice": (400, "tool_choice"),
         "image": (400, "messages.0.content.str"),
         "two prompts": (400, "prompt"),
         "echo": (400, "echo"),
+        "streamed": (400, "prompt_logprobs"),
         "long": (400, "context_length_exceeded"),
     }
 

@@ -33,7 +33,7 @@ TOKENIZER = chat_tokenizer()
 
 
 class Seeing:
-    """The same tokenizer for a model that reads pictures."""
+    """The same tokenizer for a vision-language model."""
 
     reads_pictures = True
 
@@ -148,7 +148,7 @@ async def test_a_server_that_dies_fails_its_calls_and_is_restarted(bench: Bench,
 async def test_a_hanging_call_is_observed_and_a_hanging_server_is_a_fault(bench: Bench) -> None:
     await bench.open(timeout_s=0.2)
     assert await bench.say("wait") == "Error: wait timed out after 0.2 s"
-    assert len(bench.noted("pid")) == 1  # the same server goes on
+    assert len(bench.noted("pid")) == 1  # the same server continues
     await bench.builder.close()
     await bench.open(timeout_s=0.2, start_timeout_s=5)
     with pytest.raises(InfraError, match="does not answer any more"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -17,13 +16,13 @@ import pytest
 from meshrl.config.weights import NcclConfig, WeightsConfig
 from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
 from meshrl.contract.types import Uint8, Version
-from meshrl.testing.libraries.stub import VARIABLE
 from meshrl.weights.carrier import Link, RunPaths
 from meshrl.weights.carriers.nccl import Carrier, NcclChannel, connect
 from meshrl.weights.nccl import messages
 from meshrl.weights.nccl.library import dotted, loaded_nccl
 from meshrl.weights.nccl.process import Facts, NcclProcess, NcclProcesses
 from meshrl.weights.transport import load_carrier
+from tests.doubles import nccl
 from tests.doubles.weights import StubSource
 
 from ..waiting import gone, runs, until
@@ -35,7 +34,7 @@ AMPLE_S = 60.0
 
 def settings(**stub: Any) -> dict[str, Any]:
     """`weights.nccl` for processes whose NCCL is the stub, set up like this."""
-    return {"library": "stub", "spare": False, "env": {VARIABLE: json.dumps(stub)}}
+    return {**nccl.settings(**stub), "spare": False}
 
 
 class Ends:
@@ -214,7 +213,7 @@ async def test_a_broadcast_that_hangs_ends_at_the_deadline_of_its_bucket_at_both
     source = StubSource("run", Version(1, 0), bucket_bytes=16 << 20)
     said = await failures(channels, source, 0)
     # Said by the process itself, or on a busy machine by its parent, which kills it a little later.
-    assert any("was not through in" in each or "no progress" in each for each in said), said
+    assert any("did not finish in" in each or "no progress" in each for each in said), said
     for channel in channels:  # until it is gone it may write there: nobody else gets that memory
         assert channel._process is not None and channel._process._memory is not None
 
@@ -267,7 +266,7 @@ async def test_a_process_in_waiting_is_used_and_a_dead_one_is_not() -> None:
         await waiting.kill_and_wait()
         other = await processes.take()
         assert other is not waiting
-        assert (await other.facts()).library == "stub"
+        assert (await other.facts()).library == "tests.doubles.nccl"
     finally:
         await processes.close()
 
@@ -279,7 +278,7 @@ async def test_who_gives_up_waiting_for_a_process_spoils_it_for_nobody() -> None
         impatient = asyncio.create_task(processes.take())
         await asyncio.sleep(0)
         impatient.cancel()
-        assert (await (await processes.take()).facts()).library == "stub"
+        assert (await (await processes.take()).facts()).library == "tests.doubles.nccl"
         assert impatient.cancelled()
     finally:
         await processes.close()
@@ -329,10 +328,10 @@ async def test_a_frame_is_read_whole_or_refused() -> None:
 
 def test_a_nccl_that_does_not_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
-    config = WeightsConfig.model_validate({"carrier": "nccl", "nccl": {"library": "stub"}})
+    config = WeightsConfig.model_validate({"carrier": "nccl", "nccl": nccl.settings()})
     with pytest.raises(ConfigError, match="NCCL_COMM_BLOCKING=0 is set"):
         load_carrier(config, RunPaths(directory=Path()))
-    own = {"library": "stub", "env": {"NCCL_COMM_BLOCKING": "1"}}
+    own = {"library": "tests.doubles.nccl", "env": {"NCCL_COMM_BLOCKING": "1"}}
     Carrier(WeightsConfig.model_validate({"nccl": own}), RunPaths(directory=Path()))
 
 
@@ -347,7 +346,7 @@ def test_without_cupy_the_carrier_says_what_to_install_in_one_line() -> None:
 async def test_a_process_without_its_library_says_so_and_ends() -> None:
     process = NcclProcess(NcclConfig(library="cupi", spare=False))
     await process.start()
-    with pytest.raises(ConfigError, match=r"'cupi'; did you mean 'cupy'\? \(known: cupy, stub,"):
+    with pytest.raises(ConfigError, match=r"'cupi'; did you mean 'cupy'\? \(known: cupy,"):
         await process.facts()
     await process.kill_and_wait()
 

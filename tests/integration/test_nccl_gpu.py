@@ -31,5 +31,5 @@ def test_bytes_are_exact_deadlines_hold_and_a_killed_rank_is_replaced(library: s
     if "skipped" in result:
         pytest.skip(result["skipped"])
     assert result["exact"]
-    assert "was not through in" in result["deadline_s"]["said"]
+    assert "did not finish in" in result["deadline_s"]["said"]
     assert result["rebuilt_s"] > 0

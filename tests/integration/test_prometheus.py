@@ -90,7 +90,8 @@ def test_the_trainer_exports_its_newest_step_in_series_that_do_not_grow() -> Non
 
 
 def test_rules_and_dashboard_ask_for_metrics_that_there_are() -> None:
-    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    pages = [ROOT / "docs" / "reference" / name for name in ("metrics.md", "prometheus.md")]
+    page = "".join(page.read_text() for page in pages)
     known = set(NAME.findall(page))
     for path in (ALERTS, DASHBOARD):
         asked = set(NAME.findall(path.read_text()))

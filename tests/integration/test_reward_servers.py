@@ -144,9 +144,8 @@ async def test_a_reward_lives_through_http_from_submission_to_retirement(tmp_pat
         }
         first = await http.post("/v1/rewards", json=body)
         assert (first.status_code, first.json()["created"], first.json()["tests"]) == (201, True, 1)
-        form = {"name": "reward", "note": "better", "limits": '{"processes": 4}'}
-        file = {"file": ("reward.py", source(2).encode())}
-        second = await http.post("/v1/rewards", data=form, files=file, headers={"X-Meshrl": "1"})
+        body |= {"source": source(2), "tests": [], "note": "better", "limits": {"processes": 4}}
+        second = await http.post("/v1/rewards", json=body)
         assert second.status_code == 201
         one, two = first.json()["hash"], second.json()["hash"]
         listed = (await http.get("/v1/rewards")).json()

@@ -255,7 +255,7 @@ async def test_a_broken_tool_is_a_fault_of_the_row_and_never_a_reward(queue: Tra
 
 
 async def test_the_echo_engine_runs_the_program_too(queue: TransferQueue, tmp_path: Path) -> None:
-    """It repeats the prompt, tool schemas and all, which is no call: a row of one turn."""
+    """The echoed prompt with its tool schemas is no call: a row of one turn."""
     engine = echo.build({"tokens_per_s": 100_000}, model=tmp_path, slots=4)
     await engine.start()
     await commit(engine)

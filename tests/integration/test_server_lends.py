@@ -5,7 +5,6 @@ The server is the fake of SGLang with the real loader, the device a stub, the re
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -23,10 +22,10 @@ from meshrl.rollout.server_engine import staging as lending
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.streams import sample
 from meshrl.testing.contract.engine_suite import SLOTS, ask
-from meshrl.testing.devices.stub import GPU, PATTERN, opened
-from meshrl.testing.libraries.stub import VARIABLE
 from meshrl.weights.fleet import ReplicaState
 from meshrl.weights.shared_memory import SharedMemory
+from tests.doubles import nccl as double
+from tests.doubles.device import GPU, PATTERN, opened
 
 from ..sglang_checkpoint import make_checkpoint, mislabelled, weights
 from ..waiting import until
@@ -111,8 +110,7 @@ async def test_versions_go_from_the_trainer_to_the_memory_of_the_server_and_are_
     """The receiver is killed in a bucket; or stopped, and the server, whose memory that is, killed meanwhile."""
     mark = tmp_path / "struck"
     fault = {"at": "middle", "nth": 2, "do": struck, "rank": 1, "once": str(mark)}
-    settings = {"deaf": True, "faults": [fault] if struck else []}
-    nccl = {"library": "stub", "env": {VARIABLE: json.dumps(settings)}}
+    nccl = double.settings(deaf=True, faults=[fault] if struck else [])
     deadlines = {"base_s": 5.0, "silence_s": 60.0}
     engine = await make()
     async with weights_fleet.opened("nccl", tmp_path, nccl=nccl, **deadlines) as fleet:
@@ -130,7 +128,7 @@ async def test_versions_go_from_the_trainer_to_the_memory_of_the_server_and_are_
                     await sample(engine, ask("gone", max_tokens=4))
                 await until(lambda: fleet.state_of("server") is not ReplicaState.SERVING)
                 return
-            await until(lambda version=version: engine.version == version)
+            await fleet.until_serving(engine, version)
             await check_serves(engine, version)
             seen.append(engine.stats().staging)
         assert seen == ["host", "device", "device"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import Version
@@ -70,6 +71,17 @@ def test_a_version_of_another_model_is_refused_with_what_differs(checkpoint: Pat
     deeper = make_model("Qwen3", head_dim=8, num_hidden_layers=3, tie_word_embeddings=True)
     with pytest.raises(UserError, match=r"unknown model\.layers\.2\.\S+, .* and \d+ more"):
         check_version(*pack(deeper, OLD), facts)
+
+
+@pytest.mark.parametrize("name", ["mtp.fc.weight", "model.mtp.norm.weight", "model.layers.2.x"])
+def test_layers_that_predict_further_tokens_are_no_part_of_a_version(
+    model: Any, checkpoint: Path, tmp_path: Path, name: str
+) -> None:
+    """Checkpoints of Qwen3.5, MiMo and DeepSeek-V3 have some, which transformers does not load."""
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    held = load_file(checkpoint / "model.safetensors")
+    save_file({**held, name: torch.ones(2)}, tmp_path / "model.safetensors")
+    check_version(*pack(model, OLD), read_checkpoint(tmp_path))
 
 
 def chunk(tokens: list[int], reason: str = "", spans: Any = None) -> Chunk:

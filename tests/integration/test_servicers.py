@@ -22,6 +22,8 @@ from meshrl.contract.types import (
     Uid,
     Version,
 )
+from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.judge import build_judge
 from meshrl.rpc.clients.base import Connection
 from meshrl.rpc.clients.services import JudgeClient, RolloutClient, TrainerClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer
@@ -322,3 +324,31 @@ async def test_a_service_that_hangs_is_unavailable() -> None:
         with pytest.raises(errors.UnavailableError, match="has not answered within"):
             await connection.call(ask, reward_pb2.ScoreRequest(), lambda answer: answer)
         await connection.close()
+
+
+GUARD = {"retries": 1, "pause_s": 0.001, "deadline_s": 20}
+
+
+def judged_at(address: str) -> RewardConfig:
+    judge = {"kind": "grpc", "weight": 2, "options": {"address": address, "guard": GUARD}}
+    return RewardConfig.model_validate({"judges": [judge]})
+
+
+async def test_the_scores_of_a_judge_elsewhere_are_a_component_and_its_end_is_a_fault() -> None:
+    async with serving(RewardServicer(LengthJudge())) as server:
+        judge = build_judge(judged_at(server.address))
+        await judge.start()
+        (score,) = await judge.score([sample(0, "four")])
+        assert (score.outcome, score.score) == (Outcome.OK, 8.0)
+        assert score.components["grpc"] == 4.0
+    (score,) = await judge.score([sample(0, "four")])
+    assert score.outcome is Outcome.INFRA_FAULT
+    assert "(2 tries)" in score.reason
+    await judge.close()
+
+
+async def test_a_judge_elsewhere_that_is_down_at_start_is_named() -> None:
+    judge = build_judge(judged_at("127.0.0.1:9"))
+    with pytest.raises(errors.UnavailableError, match=r"the judge at 127\.0\.0\.1:9"):
+        await judge.start()
+    await judge.close()

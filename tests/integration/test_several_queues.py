@@ -19,7 +19,7 @@ import yaml
 from meshrl.cli import main
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "queue-of-two.tar.gz"
-REFUSED = "a queue is one process now; a run on several goes on with the meshrl of commit c6584707"
+REFUSED = "is one process now; a run on several continues with the meshrl of commit c6584707"
 COMMANDS = {
     "up": "up my.yaml --plain --accept-changes",
     "serve queue": "serve queue my.yaml --port 0 --metrics-port 0 --accept-changes",

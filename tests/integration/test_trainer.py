@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint import state_dict_saver
 
 from meshrl.contract.errors import FencedError, InfraError, UnavailableError, UserError
 from meshrl.contract.types import Columns, TrainerPhase, Uid, Version
+from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.policy import load_hf
@@ -326,7 +326,7 @@ async def test_a_checkpoint_that_cannot_be_written_ends_training_in_one_line(
         raise OSError(errno.ENOTDIR, "Not a directory")
 
     async with mesh(queue, model, tmp_path, world) as made:
-        monkeypatch.setattr(state_dict_saver, "save", no_directory)
+        monkeypatch.setattr(checkpoint, "write_tensors", no_directory)
         feeding = asyncio.create_task(made.feed(GROUPS * 2))
         # No batch for step 3 will ever come: the failed write has to end the wait for it.
         with pytest.raises(InfraError, match="cannot write the checkpoint of step 2"):

@@ -156,7 +156,7 @@ async def test_what_trainers_die_of_is_found_and_the_run_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     filters: bool,
 ) -> None:
-    """Nobody foresaw it: neither the queue nor the trainer knows what is wrong with the row."""
+    """Neither the queue nor the trainer knows what is wrong with the row."""
     learn, deadly = Learner.learn, list[str]()
 
     def fails(self: Learner, schedule: Schedule, *rest: Any) -> Any:

@@ -26,7 +26,7 @@ from meshrl.rollout.native_updates.vllm import pack as pack_pieces
 from meshrl.rollout.native_updates.vllm import update_info
 from meshrl.rollout.server_engine.checkpoint import ITEM_BYTES, TensorRange
 from meshrl.rollout.server_engine.engine import ServerEngine
-from meshrl.testing.libraries.stub import VARIABLE
+from tests.doubles import nccl as double
 
 from ..unit.rollout.checkpoints import make_model, pack
 from ..waiting import gone
@@ -59,7 +59,7 @@ async def make(checkpoint: Path, tmp_path: Path) -> AsyncIterator[Any]:
             "env": {"FAKE_VLLM": json.dumps({"once": str(tmp_path / "struck"), **server})},
             "log": str(tmp_path / "log"),
             "update": "native",
-            "nccl": {"library": "stub"},
+            "nccl": double.settings(),
             "packed_bytes": 6000,
         }
         made = build({**defaults, **options}, model=checkpoint, slots=2)
@@ -147,8 +147,7 @@ async def test_a_root_that_stops_in_a_broadcast_is_killed_and_the_server_replace
 ) -> None:
     stopped = tmp_path / "stopped"
     fault = {"at": "middle", "nth": 2, "do": "stop", "once": str(stopped)}
-    root = {"library": "stub", "env": {VARIABLE: json.dumps({"faults": [fault]})}}
-    engine = await make(nccl=root, update_s=4.0)
+    engine = await make(nccl=double.settings(faults=[fault]), update_s=4.0)
     with pytest.raises(InfraError, match=r"loading weights 1\.0 failed in vLLM"):
         await commit(engine, model_of(1), FIRST, "float32")
     await gone(int(stopped.read_text()))
@@ -167,10 +166,13 @@ async def test_a_server_without_the_backend_is_found_at_the_start(make: Any) -> 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"nccl": {"librari": "stub"}}, r"rollout\.engine\.nccl\.librari: .*mean 'library'"),
+        ({"nccl": {"librari": "cupy"}}, r"rollout\.engine\.nccl\.librari: .*mean 'library'"),
         ({"root": "meshrl.no.such"}, "cannot load 'meshrl.no.such'"),
         (
-            {"update": "native", "nccl": {"env": {"NCCL_COMM_BLOCKING": "0"}, "library": "stub"}},
+            {
+                "update": "native",
+                "nccl": {"env": {"NCCL_COMM_BLOCKING": "0"}, "library": "tests.doubles.nccl"},
+            },
             "=0",
         ),
     ],

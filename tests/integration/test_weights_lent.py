@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,9 +14,9 @@ import pytest
 from meshrl.contract.errors import UnavailableError
 from meshrl.contract.ports import LentBucket
 from meshrl.contract.types import Version
-from meshrl.testing.libraries.stub import VARIABLE
 from meshrl.weights import transport
 from meshrl.weights.carriers.nccl import Lending
+from tests.doubles import nccl as double
 from tests.doubles.weights import HashSink, LendingHashSink
 
 from ..waiting import until
@@ -88,7 +87,7 @@ async def test_what_arrives_wrong_on_the_device_is_sent_again(
         monkeypatch.setattr(transport, "chunk_digest", digest)
         await serves(fleet, 0, engine)
         assert wrong == []
-        assert "weights 1.0 arrived wrong: bucket 1, on the device" in caplog.text
+        assert "weights 1.0 arrived damaged: bucket 1, on the device" in caplog.text
         assert engine.versions == [Version(1, 0)]
 
 
@@ -98,7 +97,7 @@ async def test_a_receiver_that_dies_in_a_bucket_leaves_nothing_that_is_served(
 ) -> None:
     struck = tmp_path / "struck"
     fault = {"at": "middle", "nth": 2, "do": what, "rank": 1, "once": str(struck)}
-    nccl = {"library": "stub", "env": {VARIABLE: json.dumps({"deaf": True, "faults": [fault]})}}
+    nccl = double.settings(deaf=True, faults=[fault])
     deadlines = {"base_s": 4.0, "silence_s": 30.0}
     async with opened("nccl", tmp_path, nccl=nccl, **deadlines) as fleet:
         other, _ = await fleet.joined("other", lender=engine)
@@ -182,7 +181,7 @@ async def test_nothing_is_lent_again_before_the_process_that_wrote_there_is_gone
 
 
 def test_a_handle_is_a_name_and_nothing_else() -> None:
-    from meshrl.testing.devices.stub import opened as opened_memory
+    from tests.doubles.device import opened as opened_memory
 
     for handle in (b"../etc/passwd", b"meshrl-0123456789abcdef.device/..", b""):
         with pytest.raises(RuntimeError, match="is no handle"):

@@ -1,23 +1,24 @@
-"""Replicas that break, do not fit, hang or are late cost the weight plane themselves alone."""
+"""Replicas that break, do not fit, hang, are late or read corrupted bytes cost the weight plane themselves alone."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from meshrl.contract.errors import InfraError, UserError
+from meshrl.contract.errors import CorruptError, InfraError, UserError
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
 from meshrl.weights.fleet import ReplicaState
 from meshrl.weights.replica_controller import PoisonedError
-from tests.doubles.weights import HashSink
+from tests.doubles.weights import HashSink, StubSource
 
 from ..waiting import until
 from . import gated_carrier
-from .weights_fleet import opened
+from .weights_fleet import RUN, flip, opened
 
 
 class Poisonable(HashSink):
@@ -42,6 +43,28 @@ async def test_an_engine_that_breaks_in_a_commit_is_out_and_its_process_must_end
         assert "half a model" in fleet.reason_of("ill")
         with pytest.raises(PoisonedError, match="half a model"):
             await fleet.controllers.pop("ill")
+
+
+class Stalled(HashSink):
+    """An engine whose server does not end a load."""
+
+    where = "vLLM at http://127.0.0.1:5 (log: /tmp/vllm.log)"
+
+    async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_load_that_stalls_ends_in_one_line_that_names_the_server_and_its_log(
+    tmp_path: Path,
+) -> None:
+    async with opened("disk", tmp_path, base_s=0.5) as fleet:
+        await fleet.joined(stalled=Stalled())
+        await fleet.carry(fleet.source(0))
+        with pytest.raises(PoisonedError) as raised:
+            await fleet.controllers.pop("stalled")
+    said = str(raised.value)
+    assert said.startswith(f"{Stalled.where} failed at weights 1.0: ")
+    assert "no progress in 3.0 s" in said and "\n" not in said
 
 
 class Misfit(HashSink):
@@ -166,3 +189,67 @@ async def test_a_replica_of_another_run_is_refused(tmp_path: Path) -> None:
         fleet.join("stranger", run="elsewhere")
         with pytest.raises(UserError, match="serves run 'weights-test', not 'elsewhere'"):
             await fleet.controllers.pop("stranger")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize("spoil", [lambda path: flip(path, -5), cut], ids=["flipped", "cut short"])
+async def test_a_file_that_was_spoiled_is_found_and_written_again(
+    spoil: Callable[[Path], None], tmp_path: Path
+) -> None:
+    async with opened("disk", tmp_path) as fleet:
+        await fleet.joined("one")
+        source = fleet.source(0)
+        await fleet.carry(source)
+        path = tmp_path / "weights" / "1.0" / "model-00003-of-00004.safetensors"
+        healthy = path.read_bytes()
+        spoil(path)
+        late = await fleet.joined_late("late")
+        assert late.hashes == source.manifest.bucket_hashes
+        assert path.read_bytes() == healthy
+
+
+async def test_a_replica_that_reads_corrupted_bytes_again_and_again_is_quarantined(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared, stale = tmp_path / "shared", tmp_path / "stale"
+    async with opened("disk", shared) as fleet:
+        (good,) = await fleet.joined("good")
+        await fleet.carry(fleet.source(0))
+        # A mount of its own, with a flipped byte in it, that no repair of the trainer's reaches.
+        shutil.copytree(shared, stale)
+        flip(stale / "weights" / "1.0" / "model-00002-of-00004.safetensors", -5)
+        ill = fleet.join("ill", directory=stale)
+        await until(lambda: fleet.state_of("ill") is ReplicaState.OUT)
+        assert "buckets [1] of weights 1.0 arrived corrupted, again and again" in fleet.reason_of(
+            "ill"
+        )
+        assert "weights 1.0 arrived damaged: bucket 1: layers.1.down.weight" in caplog.messages
+        await fleet.carry(fleet.source(1))
+        assert good.version == Version(1, 1)
+        assert ill.commits == []
+
+
+class Rotten(StubSource):
+    """Its memory changed after the manifest was made."""
+
+    def bucket(self, index: int) -> Uint8:
+        bucket = super().bucket(index).copy()
+        bucket[17] ^= 1
+        return bucket
+
+
+async def test_a_version_whose_source_changed_is_withdrawn_and_the_trainer_gets_an_error(
+    carrier: str, tmp_path: Path
+) -> None:
+    async with opened(carrier, tmp_path) as fleet:
+        engines = await fleet.joined("one", "two")
+        await fleet.carry(fleet.source(0))
+        with pytest.raises(CorruptError, match=r"trainer's memory changed.*layers\.\d\.up\.weight"):
+            await fleet.carry(Rotten(RUN, Version(1, 1)))
+        assert [engine.commits for engine in engines] == [[Version(1, 0)]] * 2
+        await fleet.carry(fleet.source(2))
+        assert [engine.version for engine in engines] == [Version(1, 2)] * 2
+        assert fleet.published == [Version(1, 0), Version(1, 2)]

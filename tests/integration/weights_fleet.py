@@ -13,7 +13,7 @@ from typing import Any, Self
 import grpc
 
 from meshrl.config.weights import WeightsConfig
-from meshrl.contract.ports import WeightSink
+from meshrl.contract.ports import Engine, WeightSink
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.weights.carrier import RunPaths
@@ -23,6 +23,7 @@ from meshrl.weights.messages import digest
 from meshrl.weights.replica_controller import ReplicaController, ServedEngine
 from meshrl.weights.servicer import WeightsServicer
 from meshrl.weights.transport import Transport, load_transport
+from tests.doubles import nccl
 from tests.doubles.weights import HashSink, StubSource
 
 from ..waiting import until
@@ -127,6 +128,14 @@ class Fleet:
         )
         self.controllers[name] = asyncio.create_task(controller.run())
 
+    async def until_serving(self, engine: Engine, version: Version) -> None:
+        """Wait until an engine serves `version`. Raises what ended a controller meanwhile: it never would."""
+        tasks = self.controllers.values()
+        await until(lambda: engine.version == version or any(task.done() for task in tasks))
+        for task in tasks:
+            if task.done():
+                task.result()
+
     async def joined(self, *names: str, **engines: HashSink) -> list[HashSink]:
         """Join them, those of `engines` with an engine of their own; the coordinator knows them all then."""
         sinks = [self.join(name) for name in names]
@@ -165,8 +174,8 @@ async def opened(carrier: str, directory: Path, /, **options: object) -> AsyncIt
     """`carrier` is that of a recipe, or `disk:memory` for `disk` with a URL."""
     # No GPU is needed: the carrier's processes speak through sockets here.
     options = {
-        "nccl": {"library": "stub"},
-        "ipc": {"library": "stub"},
+        "nccl": nccl.settings(),
+        "ipc": {"library": "tests.doubles.device"},
         **({"directory": f"memory://{secrets.token_hex(4)}"} if carrier == "disk:memory" else {}),
         **options,
     }

@@ -26,7 +26,7 @@ def stand_for_a_fork(path: str) -> NoReturn:
     code = 1
     try:
         code = ended(path)
-    except BaseException:  # Python would go on with the command
+    except BaseException:  # Python would continue with the command
         traceback.print_exc()
     if code < 0:
         if code != -signal.SIGKILL:

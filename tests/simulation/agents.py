@@ -162,7 +162,7 @@ class Agent:
                 await asyncio.sleep(PAUSE_S)
 
     async def _lead(self, host: str, session: dict[str, Any]) -> None:
-        """One conversation to its end, or until it can go on no more."""
+        """One conversation to its end, or until it can continue no more."""
         task, key = session["task"], session["api_key"]
         path = session["base_url"].partition(host)[2]
         uid = str(Uid(task["run"], task["task_id"], task["index"], task["attempt"]))

@@ -47,7 +47,7 @@ BEHIND_STEPS: Final = 6
 OVERDUE_S: Final = 5.0
 """A lease that is over for longer than this has not been taken back."""
 LONGEST_LEASE_S: Final = 1500.0
-"""Nobody works on a row for so long: whoever renews its lease has forgotten it."""
+"""Seconds after which a row's worker has forgotten it, although it renews the lease."""
 MOST_ATTEMPTS: Final = 64
 """A row that is sampled more often than this is sampled for ever."""
 
@@ -293,7 +293,7 @@ def check_resident(run: Run, problem: Problem) -> None:
 
 
 class Liveness:
-    """Nobody waits for what is there."""
+    """Check that no call waits for what is there."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem

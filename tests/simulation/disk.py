@@ -19,8 +19,9 @@ from typing import Any, Final, cast
 
 from meshrl.contract.errors import CapacityError, FencedError, InfraError
 from meshrl.contract.types import Version
-from meshrl.trainer.checkpoint.checkpoint import Checkpoints, Keep, TrainerState
+from meshrl.trainer.checkpoint.checkpoint import Checkpoints, TrainerState
 from meshrl.trainer.checkpoint.dcp import Tensors
+from meshrl.trainer.checkpoint.kept import Keep
 from meshrl.trainer.ranks.world import World
 from meshrl.transferqueue.store import Operation, OwnerLostError, Store, Table
 from tests.simulation.loop import Blocked
@@ -281,7 +282,7 @@ class SimulatedCheckpoints(Checkpoints):
         self._disk.sweeps += 1
 
     def remove(self, path: Path) -> None:
-        """It is gone at once."""
+        """Remove the version at once."""
         kept = [s for s in self._disk.stored if self._path(path.parent, s.version) != path]
         self._disk.stored = kept
 

@@ -28,7 +28,7 @@ MOST_OPEN: Final = 5
 class _File:
     content: bytearray
     owner: Process
-    """Who made it."""
+    """The process that made it."""
     locked: bool = True
 
 

@@ -35,7 +35,7 @@ class Process:
         self.name = name
         self.dead = False
         self.tasks: dict[asyncio.Task[Any], None] = {}
-        """Those that it started; some may be done."""
+        """Tasks that it started; some may be done."""
         self.on_death: dict[Callable[[], object], None] = {}
         """Called once when it is killed, outside of the process."""
 

@@ -1,13 +1,14 @@
 """Planted bugs: small overrides of the product's classes, to know what the checks can see.
 
-Each is a mistake that somebody could make. `docs/explanation/reliability.md` says which check finds each, and in
-which seed. A campaign over correct code that finds nothing says something about these mistakes, and about their like.
+Each is a mistake that somebody could make. `docs/measurements/simulation-2026-11.md` says which check finds each, and
+in which seed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -26,11 +27,14 @@ from meshrl.contract.types import (
 )
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rollout.agents.session import Address, AgentSession
+from meshrl.rollout.containers.box import Box, BoxLimits, Image
+from meshrl.rollout.containers.pool import Pool
 from meshrl.rollout.ports import UNSERVED
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
-from meshrl.trainer.checkpoint.checkpoint import Keep, TrainerState
+from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.dcp import Tensors
+from meshrl.trainer.checkpoint.kept import Keep
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.ranks.world import World
 from meshrl.transferqueue import sampling
@@ -74,6 +78,22 @@ def _with_run(kind: type[Run]) -> Parts:
             )
 
     return Parts(queue=Planted)
+
+
+class _KeepsContainers(Pool):
+    @asynccontextmanager
+    async def box(
+        self,
+        image: Image,
+        *,
+        row: str,
+        limits: BoxLimits | None = None,
+    ) -> AsyncIterator[Box]:
+        await self._made(image)
+        async with self._places:
+            box = await self._take((image, limits or self.limits), row)
+            yield box
+            await self._close(box)  # not in a `finally`
 
 
 class _ImpatientLog(CommitLog):
@@ -420,6 +440,9 @@ MUTANTS: Final[Mapping[str, Mutant]] = {
     "observations_unsaved": Mutant(
         what="checkpoints leave out what the policy has observed between its turns",
         parts=Parts(worker=_SavesNoObservations),
+    ),
+    "container_kept": Mutant(
+        what="a row that is cancelled leaves its container", parts=Parts(pool=_KeepsContainers)
     ),
     "session_given_twice": Mutant(
         what="two agents that claim get the same session", parts=Parts(sessions=_GivesASessionTwice)

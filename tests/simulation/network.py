@@ -102,7 +102,7 @@ class Network:
         """Endpoints by address, the newest last: a process that counts as dead keeps listening."""
         self._weather: dict[str, Weather] = {}
         self._hidden: dict[tuple[Process, str], float] = {}
-        """Until when nothing passes between a process and those of a name, or anybody."""
+        """The times until which a process is cut off from a name, or from all."""
         self._silent_until = 0.0
         """Everything passes from then on."""
         self._calls: dict[OpenCall, None] = {}
@@ -158,7 +158,7 @@ class Network:
                 call.watch_silence()
 
     def silent_until(self, *processes: Process | None) -> float:
-        """Until when nothing passes between `processes`; in the past if something does."""
+        """The time until which `processes` are cut off from each other; in the past if they are not."""
         if self._silent_until <= self._loop.time():
             return 0.0
         known = [process for process in processes if process is not None]
@@ -171,7 +171,7 @@ class Network:
         return until
 
     def endpoint(self, address: str) -> Endpoint | None:
-        """Who listens: if several do, as behind a service's name, mostly the newest."""
+        """The listener at an address; of several, as behind a service's name, mostly the newest."""
         living = self._living(address)
         if len(living) > 1 and self._random.random() < STRAY_SHARE:
             return living[0]

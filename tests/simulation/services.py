@@ -29,6 +29,7 @@ from meshrl.contract.types import SamplingParams, Task, Version
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.rollout.config import CheckpointIntervals, RowSchedule
+from meshrl.rollout.containers.pool import Pool
 from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.base import Patience
@@ -51,6 +52,7 @@ from meshrl.weights.servicer import WeightsServicer
 from tests.simulation.agents import Agent, gateway_address, gateway_app
 from tests.simulation.call import connect
 from tests.simulation.checks import RowHistory, WatchedQueue
+from tests.simulation.containers import InContainer, SimulatedBackend
 from tests.simulation.conversations import (
     OPTIONS,
     ChatTokenizer,
@@ -98,6 +100,7 @@ class Parts:
     coordinator: type[WeightCoordinator] = WeightCoordinator
     controller: type[ReplicaController] = ReplicaController
     shm: type[shm.Carrier] = shm.Carrier
+    pool: type[Pool] = Pool
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +111,7 @@ class Incarnation:
     over: asyncio.Event
     error: BaseException | None = None
     ended: bool = False
-    """It returned or raised: nobody killed it."""
+    """Whether it returned or raised, and was not killed."""
     drain: Callable[[], object] | None = None
 
 
@@ -252,6 +255,11 @@ class Services:
                 await stack.enter_async_context(self._gateway(name, sessions))
             options = OPTIONS[shape.program]
             programs = ProgramCache(shape.program, options, gateway=sessions)
+            if shape.boxes:
+                backend = SimulatedBackend(self.random, self._problem)
+                inner = programs.get(shape.program)
+                held = InContainer(inner, shape.boxes, backend, self._parts.pool)
+                programs._built[shape.program], programs.boxes = held, held.pool
             await stack.enter_async_context(programs)
             await programs.start()
             queue = await stack.enter_async_context(self._client())

@@ -51,6 +51,8 @@ class Shape:
     program: Program = Program.SINGLE_TURN
     agents: int = 0
     """External agents, which claim sessions of the program `openai`."""
+    boxes: int = 0
+    """Containers of each rollout worker, one for a row; 0: rows have none."""
     tokens: int = 32
     deltas: int = 4
     deadline_s: float = 600.0

@@ -234,7 +234,7 @@ def _closed(task: asyncio.Task[Any]) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the garbage collector and without reports about what is thrown away at the end of a run.
+    """Run without the garbage collector and without reports about what is thrown away at the end of a run.
 
     The collector would close abandoned tasks, at moments that depend on memory, not on the seed.
     """

@@ -6,7 +6,7 @@ Then `source OUT/env.sh`: what Python starts from that shell sees one NVIDIA H10
     libcuda.so.1            driver.c, memory.c, fat_binary.c
     libnvidia-ml.so.1       nvml.c
     libstand-in-names.so    cuBLAS, cuDNN, NCCL and so on: every name that torch wants of them returns 0
-    python/                 sitecustomize.py: torch's operations there are computed by the CPU
+    python/                 stand_in_torch.py: torch's operations there are computed by the CPU
 
 Memory of the device is memory of the process, copies copy, torch's own operations compute. Kernels of Triton, of
 extensions and of flash attention do nothing, so most values are zeros, and no number that a rehearsal prints means
@@ -165,7 +165,8 @@ def build(site: Path, out: Path) -> Path:
         f"export LD_PRELOAD={here}/libcudart.so.13:{here}/{NAMES}${{LD_PRELOAD:+:$LD_PRELOAD}}\n"
         f"export LD_LIBRARY_PATH={here}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}\n"
         f"export TRITON_LIBCUDA_PATH={here} TORCH_CUDNN_SDPA_ENABLED=0\n"
-        f"export PYTHONPATH={HERE / 'python'}${{PYTHONPATH:+:$PYTHONPATH}}\n"
+        # Services start with -E: no variable of Python counts there.
+        f"export STAND_IN_PYTHON={HERE / 'python'}\n"
         # What a kernel should have written is zero then, and not what another tensor has left.
         "export PYTORCH_NO_CUDA_MEMORY_CACHING=1\n"
         # A cache of 79 GiB is addresses only, but what is touched is this machine's memory.

@@ -20,7 +20,7 @@ class BoundedLoader(yaml.SafeLoader):
     """Refuses a document whose aliases repeat too much, or contain themselves, with a `yaml.YAMLError`."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """The next node of the document; there are not so many that to read them takes long."""
+        """The next node of the document; their number is bounded."""
         self._composed = getattr(self, "_composed", 0) + 1
         if self._composed > MOST_VALUES:
             raise self._refused(parent, f"more than {MOST_VALUES:,} keys and values")

@@ -20,7 +20,7 @@ Problem: TypeAlias = tuple[Loc, str]
 
 
 def dotted(at: Loc) -> str:
-    """As a person writes it."""
+    """The key with dots, as in a recipe's override."""
     return ".".join(map(str, at))
 
 

@@ -33,7 +33,7 @@ def digest(data: Uint8) -> str:
 
 
 def of_chunks(nbytes: int, sums: Iterable[bytes]) -> str:
-    """The digest of so many bytes, from the sums of its chunks, little-endian."""
+    """The digest of `nbytes` bytes, from the sums of their chunks, little-endian."""
     found = hashlib.blake2b(nbytes.to_bytes(8, "little"), digest_size=8)
     for each in sums:
         found.update(each)

@@ -113,7 +113,7 @@ class Machine(Protocol):
         ...
 
     def known(self, path: Path) -> bool:
-        """Whether what stands in a file or directory can be told: it may be elsewhere."""
+        """Whether the content of a file or directory is known: it may be elsewhere."""
         ...
 
     def rows(self, path: Path, reader: str | None) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Who may use a device that trainer and engines use in turns: two file locks, which the kernel frees with a process.
+"""Turns on a device that trainer and engines share: two file locks, which the kernel frees with a process.
 
     trainer   acquire: locks WANTED, then HELD, alone  ▸ trains ▸  release: unlocks both
     engine    share:   waits for WANTED to be free, locks HELD with other engines  ▸ samples until `wanted` ▸  release
@@ -37,8 +37,10 @@ IN_TURNS = "MESHRL_GPU_IN_TURNS"
 
 LOGIT_BYTES = 10
 """In half precision, with two float32 buffers: what the trainer takes uncompiled; compiled it takes 4."""
-ROWS_PER_LAID = 2
-"""Tokens of a micro-batch's rows, per token that it may lay: attention copies a shared prompt for each row."""
+ROWS_PER_LAID = 5
+"""Tokens of a micro-batch's rows, per token that it may lay: attention copies a shared prompt's keys for each row."""
+STATEFUL_ROWS_PER_LAID = 2
+"""The same of a model with layers that keep a state, which compute whole rows."""
 _LOGITS_SHARE = 20
 _FEWEST_LOGITS, _MOST_LOGITS = 1 << 25, 1 << 28
 
@@ -58,7 +60,7 @@ class DeviceLease:
         """Have the device alone, once its engines have released it or are dead.
 
         Raises:
-            WaitTimeoutError: somebody who lives has held it for `wait_s` more seconds.
+            WaitTimeoutError: a living process has held it for `wait_s` more seconds.
         """
         try:
             async with asyncio.timeout(wait_s):
@@ -86,7 +88,7 @@ class DeviceLease:
                 waited = 0.0
 
     async def wanted(self) -> None:
-        """Return once somebody wants the device alone."""
+        """Return once a trainer wants the device alone."""
         while self._is_free(self._wanted):  # noqa: ASYNC110 (a file lock has no event)
             await asyncio.sleep(POLL_S)
 
@@ -115,7 +117,7 @@ class DeviceLease:
             os.close(self._wanted)
 
     def holders(self) -> str:
-        """Who has locked a file of the device, for messages."""
+        """The processes that have locked a file of the device, for messages."""
         inodes = {os.fstat(file).st_ino for file in (self._held, self._wanted)}
         found = {
             pid
@@ -176,7 +178,7 @@ class DeviceShare:
     """One service's part."""
 
     devices: tuple[str, ...]
-    """As CUDA_VISIBLE_DEVICES names them; empty: it computes on the CPU."""
+    """Names for CUDA_VISIBLE_DEVICES; empty: it computes on the CPU."""
     memory: float = 1.0
     """Share of each device's memory that it may take."""
     ports: range = range(0)
@@ -219,7 +221,7 @@ def chosen_device(
     """`cpu` or `cuda`: where a service computes.
 
     Args:
-        key: Of the recipe, which `asked` stands at: auto, cpu or cuda.
+        key: The recipe's key with the value `asked`: auto, cpu or cuda.
         asked: Its value.
         torch: The module.
         environment: Of the process.
@@ -242,6 +244,6 @@ def chosen_device(
 
 
 def logits_at_once(memory: int) -> int:
-    """How many logits a trainer holds that may take so many bytes of a GPU: a power of two, a 20th of it at most."""
+    """Logits that a trainer holds within its bytes of a GPU: a power of two, a 20th of them at most."""
     fits = max(1, memory // _LOGITS_SHARE // LOGIT_BYTES)
     return min(_MOST_LOGITS, max(_FEWEST_LOGITS, 1 << fits.bit_length() - 1))

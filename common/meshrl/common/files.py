@@ -73,7 +73,7 @@ def replace_file(path: Path, content: str | bytes, *, private: bool = False) -> 
 
 
 def check_owner(path: Path, what: str) -> os.stat_result:
-    """Refuse a file or directory that somebody else owns, who may say what it holds; root's is fine.
+    """Refuse a file or directory of another user, who could change it; root's is fine.
 
     Returns its status.
 

@@ -119,7 +119,7 @@ class RepeatedLines(logging.Filter):
     """Keeps a warning that comes again and again to its first line; the tenth, hundredth … and a later one count.
 
     Whatever fails every row writes the same line for each. Lines are the same that differ in numbers and in quoted
-    text alone; of those that differ more but come from one place in the code MOST_ALIKE are told.
+    text alone; of those that differ more but come from one place in the code MOST_ALIKE are logged.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -131,7 +131,7 @@ class RepeatedLines(logging.Filter):
         """Different lines of one place in the code: the key is the logger and the message without its values."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is told; it says how many like it were not."""
+        """Whether the record is logged; it says how many like it were dropped."""
         if record.levelno < logging.WARNING:
             return True
         text, place = record.getMessage(), (record.name, str(record.msg))

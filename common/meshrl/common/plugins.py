@@ -29,7 +29,7 @@ DISTRIBUTIONS = {
 }
 """Modules to the distribution that brings them, where its name is another one."""
 DOUBLES = "meshrl.testing"
-"""Its packages are searched after the one of the same name: a recipe may name an engine or an NCCL for tests."""
+"""Its packages are searched after the one of the same name: a recipe may name an engine for tests."""
 
 
 def known(package: str) -> tuple[str, ...]:
@@ -143,9 +143,7 @@ def where_it_stands(name: str) -> str:
     here, first = Path.cwd(), name.partition(".")[0]
     if not first or not ((here / first).is_dir() or (here / f"{first}.py").is_file()):
         return ""
-    return (
-        f"; {first!r} stands in the working directory, which is not searched: set PYTHONPATH={here}"
-    )
+    return f"; {first!r} is in the working directory, which is not searched: set PYTHONPATH={here}"
 
 
 def check_admitted(package: str, name: str, admitted: Collection[str], key: str) -> None:

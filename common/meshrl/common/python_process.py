@@ -54,7 +54,7 @@ def _reads_utf8() -> bool:
 
 
 def start_with(variables: dict[str, str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """As PYTHON, and the environment to give, for a process that `variables` of Python are to change."""
+    """The start of a command as PYTHON has it, and the environment, with `variables` of Python in effect."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     environment[MODULES] = os.environ.get("PYTHONPATH", "")
     return tuple(word for word in PYTHON if word != "-E"), environment | variables

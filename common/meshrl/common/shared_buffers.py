@@ -24,7 +24,7 @@ _numbers = itertools.count(1)
 _lock = threading.RLock()  # arrays may die anywhere, in `allocate` too
 
 Pin = Callable[[int, int], Callable[[], object]]
-"""Page-locks memory at an address, of so many bytes; what it returns undoes that."""
+"""Page-locks memory by address and size in bytes; returns a function that undoes it."""
 
 
 def page_lock(runtime: Any) -> Pin:
@@ -44,7 +44,7 @@ class Region:
     """The memory of one version."""
 
     number: int
-    """Never used twice in a process."""
+    """The buffer's number, unique in a process."""
     descriptor: int
     nbytes: int
     address: int
@@ -111,7 +111,7 @@ def _make(nbytes: int, pin: Pin | None) -> Region:
 
 
 def _give_back(number: int) -> None:
-    """No array refers to it. No more is kept than is in use, or one: the largest."""
+    """Keep a buffer that no array refers to. No more are kept than are in use, or one: the largest."""
     with _lock:
         _free.append(_live.pop(number))
         used = sum(region.nbytes for region in list(_live.values()))

@@ -57,7 +57,7 @@ PLAIN = {"http": "https", "redis": "rediss"}
 SECRET = re.compile(
     "auth|bearer|cookie|credential|key|password|secret|session|signature|token", re.IGNORECASE
 )
-"""The name of a header, or of what stands after the question mark of a URL, that identifies who sends it."""
+"""The name of a header, or of a URL's query parameter, that identifies the sender."""
 SIOCGIFADDR = 0x8915
 """Asks Linux for the address of an interface."""
 

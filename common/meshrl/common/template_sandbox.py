@@ -100,7 +100,7 @@ class _Work(threading.local):
                 inside = chain.from_iterable(inside)
             known[id(value)] = ITEM + sum(self.size(each, known) for each in inside)
         if not known[id(value)]:
-            raise OverflowError("it looks at a namespace that stands in itself")
+            raise OverflowError("it looks at a namespace that contains itself")
         return known[id(value)]
 
     def looked_at(self, value: Any) -> Any:

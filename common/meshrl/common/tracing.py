@@ -69,7 +69,7 @@ class Span:
 
     @property
     def header(self) -> str:
-        """As W3C trace context."""
+        """The header `traceparent` of W3C trace context."""
         return f"00-{self.trace_id}-{self.span_id}-01"
 
 
@@ -162,7 +162,7 @@ class Tracer:
         self._thread.join(timeout=2 * EXPORT_S)
 
     def _write_all(self) -> None:
-        """The writer thread."""
+        """Write all spans; the writer thread."""
         closing = False
         while not closing:
             self._some.wait()
@@ -366,7 +366,7 @@ def record_step(
     root: bool = False,
     **attributes: Json,
 ) -> None:
-    """A part of an optimizer step that ends now."""
+    """Record a part of an optimizer step that ends now."""
     tracer = _tracer
     if tracer is not None:
         trace, first = step_trace(run, epoch, step)

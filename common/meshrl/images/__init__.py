@@ -120,7 +120,7 @@ class ImageFeatures:
     num_tokens: int
     """Places that it takes in a prompt."""
     embeds: npt.NDArray[np.int64]
-    """int64[M]: at which of them its features stand, ascending; at the others, tokens do."""
+    """int64[M]: the places of its features among them, ascending; the others are tokens."""
     name: str
     """Name of the picture: equal ones have equal pixels."""
 
@@ -129,10 +129,10 @@ class Layout(Protocol):
     """How a family of models takes a picture apart."""
 
     placeholder: int
-    """The token at whose places features stand."""
+    """The token whose places features take."""
 
     def block(self, height: int, width: int) -> Int32:
-        """int32[T]: what stands in a prompt for a picture of so many pixels. Raises ValueError for one of no use."""
+        """int32[T]: the tokens of an image in a prompt, by its size. Raises ValueError for an unusable one."""
         ...
 
     def pixels(self, image: Image) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
@@ -160,9 +160,10 @@ class ImageProcessor:
 
     def num_tokens(self, media: Media, where: str) -> int:
         """Places that a picture takes in a prompt, by its size alone. Raises UserError, which names `where`."""
-        return len(self._block(media, where))
+        return len(self.block(media, where))
 
-    def _block(self, media: Media, where: str) -> Int32:
+    def block(self, media: Media, where: str) -> Int32:
+        """int32[T]: what stands in a prompt for a picture. Raises UserError, which names `where`."""
         if (known := self._blocks.get(media.sha256)) is not None:
             return known
         width, height = open_image(media.data, where).size
@@ -199,7 +200,7 @@ class ImageProcessor:
         if (known := self._cached.get(media.sha256)) is not None:
             self._cached.move_to_end(media.sha256)
             return known
-        block = self._block(media, where)
+        block = self.block(media, where)
         image = self._seen(media, read_image(media.data, where))
         pixels, grid = self.layout.pixels(image)
         pixels.flags.writeable = False
@@ -227,7 +228,7 @@ class ImageProcessor:
     def expansion(
         self, ids: Int32, media: tuple[Media, ...], where: str
     ) -> tuple[Int32, npt.NDArray[np.int64]]:
-        """As `expanded`; and int64[P]: of each token, which of `ids` it is or stands for.
+        """The result of `expanded`, and int64[P]: the index in `ids` of each token or its placeholder.
 
         Raises:
             UserError: as `expanded` does.
@@ -238,7 +239,7 @@ class ImageProcessor:
                 f"{where}: the prompt has places for {len(places)} pictures, and the row has {len(media)}"
             )
         blocks = [
-            self._block(picture, f"{where}, picture {number + 1}")
+            self.block(picture, f"{where}, picture {number + 1}")
             for number, picture in enumerate(media)
         ]
         counts = np.ones(len(ids), dtype=np.int64)
@@ -256,20 +257,20 @@ class ImageProcessor:
         between them may be among `tokens`.
 
         Raises:
-            UserError: the row has too few placeholders, or they stand otherwise; names `where`.
+            UserError: the row has too few placeholders, or they are elsewhere; names `where`.
         """
         found: list[tuple[int, int]] = []
         left = np.flatnonzero(tokens == self.placeholder)
         for number, picture in enumerate(media):
             at = f"{where}, picture {number + 1}"
-            block = self._block(picture, at)
+            block = self.block(picture, at)
             embeds = np.flatnonzero(block == self.placeholder)
             start = int(left[0] - embeds[0]) if len(left) else len(tokens)
             if start < 0 or not np.array_equal(tokens[start : start + len(block)], block):
                 few = len(left) < len(embeds)
                 raise UserError(
                     f"{where}: picture {number + 1} wants {len(embeds)} places side by side, and"
-                    f" {f'{len(left)} are left' if few else 'those of the row stand otherwise'}"
+                    f" {f'{len(left)} are left' if few else 'those of the row are elsewhere'}"
                 )
             found.append((start, len(block)))
             left = left[len(embeds) :]

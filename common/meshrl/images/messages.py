@@ -43,7 +43,7 @@ def parts_of(text: str) -> list[dict[str, Any]]:
 
 
 def with_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as the chat template of a model that reads pictures wants them: content parts where there are some."""
+    """Messages as the chat template of a vision-language model wants them: content parts where there are some."""
     return [
         {
             "role": message.role,
@@ -54,7 +54,7 @@ def with_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def content_with(text: str, pictures: Sequence[object]) -> list[dict[str, Any]]:
-    """Content parts of a text and its pictures, which stand at its marks, or before a text without any.
+    """Content parts of a text and its pictures, which are at its marks, or before a text without any.
 
     Raises:
         UserError: another number of marks than pictures.

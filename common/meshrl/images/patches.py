@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PatchLayout(Layout):
-    """As many placeholders as tokens."""
+    """A layout with a placeholder for each token."""
 
     def __init__(self, placeholder: int, merge: int, processor: Any) -> None:
         self.placeholder = placeholder

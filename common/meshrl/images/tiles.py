@@ -68,9 +68,7 @@ def build(checkpoint: Path, config: Mapping[str, Any], processor: Any) -> TileLa
         raise UserError(f"{checkpoint}: tokenizer.json cannot be read: {error}") from error
     for token in (AROUND, WHOLE, "<row_1_col_1>"):
         if tokenizer.token_to_id(token) is None:
-            raise UserError(
-                f"{checkpoint}: the tokenizer has no {token}, which stands around tiles"
-            )
+            raise UserError(f"{checkpoint}: the tokenizer has no {token}, which surrounds tiles")
     try:
         vision = config["vision_config"]
         side = vision["image_size"] // vision["patch_size"] // config["scale_factor"]

@@ -1,7 +1,7 @@
 """The one tree of errors. Each names the boundary that a failure crossed, and carries the values.
 
     MeshError
-    ├── UserError              somebody wrote something wrong: exit code 2, INVALID_ARGUMENT
+    ├── UserError              a user's mistake: exit code 2, INVALID_ARGUMENT
     │   └── ConfigError        … in a recipe, naming file, key and the nearest right name
     ├── NotFoundError          no such run, row, version, dead letter
     ├── ConflictError          it exists already and differs
@@ -86,7 +86,7 @@ class EndOfDataError(MeshError):
 
 
 class CapacityError(MeshError):
-    """It does not fit: a message, the disk, the memory."""
+    """A message is too large, or the disk or the memory is full."""
 
     code = "capacity"
     retryable = True

@@ -96,7 +96,7 @@ class Entry(NamedTuple):
     step: int
     """Bytes of one entry along the first axis."""
     encoded: bytes
-    """All of this, as it stands in the head."""
+    """All of this, encoded as in the head."""
 
 
 class Column(NamedTuple):
@@ -251,7 +251,7 @@ def described(array: object) -> str:
 
 
 class Frame:
-    """A frame: bytes that are checked and read when somebody first looks into them, which raises CorruptError.
+    """A frame: bytes that are checked and read at the first access, which raises CorruptError.
 
     Its row i is row `places[i]` of the block that it belongs to. None: it has all rows of that, in order.
     """
@@ -266,7 +266,7 @@ class Frame:
         what: str = "frame",
         checked: bool = False,
     ) -> None:
-        """Errors name it as `what`. With `checked` somebody has compared its bytes with their checksum already."""
+        """Errors name it as `what`. With `checked` its checksum was compared before."""
         self.value = value
         self.places = places
         self._what = what

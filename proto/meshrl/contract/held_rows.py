@@ -79,7 +79,7 @@ class HeldLeases:
         return by_run
 
     def still(self, rows: Held) -> list[Uid]:
-        """Those of `rows` that are held under the same token: an answer may come after the next lease of a row."""
+        """The `rows` still held under the same token: an answer may arrive after the next lease of a row."""
         with self._lock:
             return [uid for uid, token in rows.items() if self._rows.get(uid) == token]
 
@@ -150,7 +150,10 @@ class WriteBack:
         self._alone = alone
         self._gather_s = gather_s
         self._most_rows = most_rows
-        self._waiting: list[_PendingWrite] = []
+        self._waiting: dict[_PendingWrite, int] = {}
+        """Writes that wait, the longest first, each with its number of rows."""
+        self._num_rows = 0
+        """Rows of all that wait."""
         self._one_write = asyncio.Lock()
         self._go = asyncio.Event()
         self._next_at = 0.0
@@ -166,7 +169,8 @@ class WriteBack:
             MeshError: the queue cannot be reached, or its disk is full and `queue` does not wait for space.
         """
         pending = _PendingWrite(token_of, {row.uid: row for row in writes})
-        self._waiting.append(pending)
+        self._waiting[pending] = len(pending.writes)
+        self._num_rows += len(pending.writes)
         if self._enough:
             self._go.set()
         try:
@@ -174,8 +178,7 @@ class WriteBack:
                 while pending in self._waiting:  # no other call has written it
                     await self._write(await self._gather())
         finally:
-            with suppress(ValueError):
-                self._waiting.remove(pending)
+            self._discard(pending)
         if pending.error is not None:
             raise pending.error
         return pending.refused
@@ -183,8 +186,11 @@ class WriteBack:
     @property
     def _enough(self) -> bool:
         """Waiting longer gains nothing."""
-        num_rows = sum(len(pending.writes) for pending in self._waiting)
-        return self._alone() or num_rows >= self._most_rows
+        return self._num_rows >= self._most_rows or self._alone()
+
+    def _discard(self, pending: _PendingWrite) -> None:
+        """Remove it from the waiting writes; idempotent, since a call may be cancelled while it is written."""
+        self._num_rows -= self._waiting.pop(pending, 0)
 
     async def _gather(self) -> list[_PendingWrite]:
         """The pending writes that have waited longest, once waiting longer gains nothing."""
@@ -195,9 +201,11 @@ class WriteBack:
                     await self._go.wait()
         self._next_at = asyncio.get_running_loop().time() + self._gather_s
         batch: list[_PendingWrite] = []
-        for pending in self._waiting:
+        gathered = 0
+        for pending, num_rows in self._waiting.items():
             batch.append(pending)
-            if sum(len(each.writes) for each in batch) >= self._most_rows:
+            gathered += num_rows
+            if gathered >= self._most_rows:
                 break
         return batch
 
@@ -210,8 +218,7 @@ class WriteBack:
             for pending in batch:
                 pending.error = error
         for pending in batch:
-            with suppress(ValueError):  # its call was cancelled meanwhile
-                self._waiting.remove(pending)
+            self._discard(pending)
 
     async def _accepted(self, batch: Sequence[_PendingWrite]) -> bool:
         """Whether the queue takes all rows at once; it takes all or none."""
@@ -222,7 +229,7 @@ class WriteBack:
         return True
 
     async def _write_alone(self, pending: _PendingWrite) -> None:
-        """The rows of one call, without those that the queue refuses."""
+        """Write the rows of one call, without those that the queue refuses."""
         while pending.writes:
             try:
                 await self._send([pending])

@@ -25,7 +25,6 @@ from meshrl.contract.types import (
     Ledger,
     OnUpdate,
     Outcome,
-    Precision,
     RowBlock,
     RowWrite,
     RunSpec,
@@ -33,6 +32,8 @@ from meshrl.contract.types import (
     Sample,
     Score,
     Task,
+    TrainingRequest,
+    TrainingResult,
     Uid,
     Uint8,
     Version,
@@ -45,9 +46,6 @@ from meshrl.contract.types import (
 
 class Queue(Protocol):
     """The transfer queue. See transferqueue/README.md for the life of a row."""
-
-    logprob_precision: Precision = "fp32"
-    """The precision to which `write_rows` rounds log-probs."""
 
     async def open_run(self, spec: RunSpec) -> RunState:
         """Declare a run; idempotent. Raises ConflictError, naming the field, if it exists with another spec.
@@ -78,7 +76,7 @@ class Queue(Protocol):
         ...
 
     async def close_feed(self, run: str) -> None:
-        """No more tasks will come."""
+        """Declare the feed complete: no more tasks will come."""
         ...
 
     async def lease(
@@ -115,7 +113,7 @@ class Queue(Protocol):
     async def write(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
         """Add columns to leased rows, all or none, durable on return; writing twice is writing once.
 
-        Raises FencedError (with `uid`) when a row is leased to somebody else, UserError (with `uid`) when a column
+        Raises FencedError (with `uid`) when a row is leased to another worker, UserError (with `uid`) when a column
         does not belong to the stage, a shape is wrong, or a value is one that no row may have (row_values.py).
         """
         ...
@@ -124,7 +122,7 @@ class Queue(Protocol):
         self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
     ) -> None:
         """`write` for rows that are not packed yet."""
-        await self.write(run, stage, pack_rows(token_of, rows, self.logprob_precision))
+        await self.write(run, stage, pack_rows(token_of, rows))
 
     async def append(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
         """Store the progress of rows that a stage holds, durable on return; appending twice is appending once.
@@ -202,15 +200,15 @@ class Queue(Protocol):
         ...
 
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
-        """The rows of the batch went into optimizer step `step` (which makes version `step + 1`)."""
+        """Settle the rows of the batch: they are in optimizer step `step` (which makes version `step + 1`)."""
         ...
 
     async def publish(self, run: str, version: Version) -> None:
-        """The fleet has committed `version`: admission and rollout leases move on."""
+        """Publish `version`, which the fleet has committed: admission and rollout leases advance."""
         ...
 
     async def commit(self, run: str, *, epoch: int, step: int) -> None:
-        """A checkpoint with `step` optimizer steps is durable: rows settled at earlier steps count as trained."""
+        """Commit a durable checkpoint of `step` optimizer steps: rows settled at earlier steps count as trained."""
         ...
 
     async def rewind(self, run: str, *, epoch: int, step: int) -> int:
@@ -240,7 +238,7 @@ def every_stage(stage: str) -> bool:
 
 
 Reserve: TypeAlias = Callable[[int], object]
-"""Is told how many bytes of payload are about to be read for an answer; raises BusyError where those are too many."""
+"""Called with the bytes of payload that an answer is about to read; raises BusyError if they are too many."""
 
 
 def unbounded(nbytes: int) -> None:
@@ -310,8 +308,18 @@ class WeightSink(Protocol):
 
 
 @runtime_checkable
+class LocatedSink(WeightSink, Protocol):
+    """A sink whose model is in another process."""
+
+    @property
+    def where(self) -> str:
+        """The process and its log, for messages."""
+        ...
+
+
+@runtime_checkable
 class PinningSink(WeightSink, Protocol):
-    """One whose device copies faster from page-locked memory."""
+    """A sink whose device copies faster from page-locked memory."""
 
     @property
     def pin(self) -> Pin | None:
@@ -348,7 +356,7 @@ class DeviceReceiver(Protocol):
 
 @runtime_checkable
 class LendingSink(WeightSink, Protocol):
-    """One that can lend a receiver the memory of its device, so that no byte passes the host's."""
+    """A sink that can lend a receiver device memory, so that no byte passes the host's."""
 
     async def lend(
         self, manifest: WeightManifest, receiver: DeviceReceiver
@@ -375,7 +383,7 @@ class LendingSink(WeightSink, Protocol):
 
 @runtime_checkable
 class AdapterSink(WeightSink, Protocol):
-    """One that can take LoRA adapters as they are sent."""
+    """A sink that can take LoRA adapters as they are sent."""
 
     @property
     def serves_adapters(self) -> bool:
@@ -409,6 +417,28 @@ class Engine(WeightSink, Protocol):
 
     def stats(self) -> EngineStats:
         """Never blocks."""
+        ...
+
+
+class Training(Protocol):
+    """Models that callers train by requests of their own, each model's in the order of their numbers."""
+
+    async def submit(self, request: TrainingRequest) -> None:
+        """Accept a request, durable on return; submitting it again is submitting it once.
+
+        Numbers of a model begin with 0, its `CreateModel`; one that comes early waits for those before it. Raises
+        ConflictError if another request has this number, NotFoundError for a model that nobody created,
+        UserError for what is wrong whatever the model's state is: the number of such a request is used up, its
+        result is the error. BusyError and CapacityError: nothing was done, try again later.
+        """
+        ...
+
+    async def result(self, model: str, number: int, *, wait_s: float) -> TrainingResult:
+        """The answer to a request, the same whenever it is asked for.
+
+        Raises WaitTimeoutError; NotFoundError for a request that was not submitted, or was so long ago that its
+        answer is gone; InfraError where the model cannot continue before a restart.
+        """
         ...
 
 

@@ -64,7 +64,7 @@ class RoutedExperts:
 
     @classmethod
     def of(cls, column: npt.NDArray[np.uint8], tokens: int) -> Self:
-        """A column of a row of so many tokens. Raises CorruptError for one that says something else."""
+        """The column of a row, by its number of tokens. Raises CorruptError for another length."""
         data = column.tobytes()
         if len(data) < _HEAD.size:
             raise CorruptError(f"{len(data)} bytes are no routed experts")

@@ -70,7 +70,7 @@ class _Rows(NamedTuple):
         return ValueFault(row, f"column {self.name} holds {held} at {at - start}, want {wanted}")
 
     def of_row(self, row: int, problem: object) -> ValueFault:
-        """All of one row is wrong."""
+        """The fault of a whole row."""
         return ValueFault(row, f"column {self.name} {problem}")
 
     def _row_of(self, at: int) -> tuple[int, int]:

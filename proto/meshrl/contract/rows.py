@@ -116,7 +116,7 @@ def reward_write(score: Score, *, loss_mask: Uint8 | None = None) -> RowWrite:
             )
     columns: Columns = {
         "reward": np.array([score.score], dtype=np.float32),
-        # Texts stand among the numbers: a store of before has no column of their own.
+        # Texts are among the numbers: an older store has no column of their own.
         "reward_components": text_column(
             json.dumps({**score.texts, **score.components}, sort_keys=True)
         ),
@@ -159,15 +159,17 @@ def column_posted(column: npt.NDArray[np.uint8]) -> PostedReward | None:
 
 def parts_column(parts: Sequence[RowPart]) -> Uint8:
     """Parts as JSON in uint8[n]."""
-    return text_column(json.dumps([[part.start, list(part.anchors)] for part in parts]))
+    seats = [[part.seat] if part.seat else [] for part in parts]
+    written = [[p.start, list(p.anchors), *seat] for p, seat in zip(parts, seats, strict=True)]
+    return text_column(json.dumps(written))
 
 
 def column_parts(uid: Uid, column: npt.NDArray[np.uint8], tokens: int) -> tuple[RowPart, ...]:
     """The inverse of `parts_column`. Raises CorruptError."""
     try:
         found = [
-            RowPart(start=int(start), anchors=tuple(map(str, anchors)))
-            for start, anchors in json.loads(column_text(column))
+            RowPart(start=int(start), anchors=tuple(map(str, anchors)), seat="".join(seat))
+            for start, anchors, *seat in json.loads(column_text(column))
         ]
     except (ValueError, TypeError) as error:
         raise CorruptError(f"row {uid}: column {PARTS} is malformed: {error}") from error
@@ -219,6 +221,8 @@ def with_media(rows: Sequence[Trajectory]) -> list[Trajectory]:
         CorruptError: a row names a picture that neither it nor its task has.
     """
     media_of = {row.uid.task: row.media for row in rows if row.media}
+    if not media_of and all(row.row_media is None for row in rows):
+        return list(rows)
     return [
         replace(row, media=media_of_row(row.uid, row.row_media, media_of.get(row.uid.task, ())))
         for row in rows

@@ -161,6 +161,10 @@ class StageWorker:
         self._sync_batch = intake.per_call == "batch"
         self._progress = progress
         self._calls: set[_Call] = set()
+        self._held = 0
+        """Rows of calls that work."""
+        self._returning = 0
+        """Rows of calls that are done."""
         self._write_back = {
             run: WriteBack(queue, run, stage.name, alone=lambda: not self.held)
             for run in self._runs
@@ -173,7 +177,7 @@ class StageWorker:
     @property
     def held(self) -> int:
         """Rows worked on now; results on their way back do not count."""
-        return sum(len(call.rows) for call in self._calls if not call.done)
+        return self._held
 
     def drain(self) -> None:
         """Lease no more; `run` returns when the calls in flight are done."""
@@ -181,7 +185,7 @@ class StageWorker:
         self._freed.set()
 
     def wake(self) -> None:
-        """More rows may be leased than when `Intake.more` was asked last."""
+        """Wake the intake: more rows may be leased than at the last call of `Intake.more`."""
         self._freed.set()
 
     async def run(self, *, grace_s: float = 30.0) -> None:
@@ -240,6 +244,7 @@ class StageWorker:
             for part in self._parts(rows):
                 call = _Call(rows={row.uid: row for row in part})
                 self._calls.add(call)
+                self._held += len(part)
                 after = {cancelled[uid] for uid in call.rows if uid in cancelled}
                 work = self._work(call, after)
                 call.task = asyncio.create_task(work, name=f"{self._stage.name}-call")
@@ -262,9 +267,8 @@ class StageWorker:
         """Rows that may be leased now; waits for a finished call or `wake` (or `drain`, then 0)."""
         while not self._draining.is_set():
             # While the queue takes no results, at most one more `limit` of rows may be worked on.
-            returning = sum(len(call.rows) for call in self._calls if call.done)
             limit = self._intake.limit
-            free = min(limit, 2 * limit - returning) - self.held
+            free = min(limit, 2 * limit - self._returning) - self.held
             if self._intake.more is not None:
                 free = min(free, self._intake.more(self.held))
             if free > 0 and not (self._sync_batch and self._calls):
@@ -330,6 +334,9 @@ class StageWorker:
                 # One may be what it failed on, and would fail the others of each call that it is in.
                 results = [await self._alone(row) for row in rows]
         call.done = True
+        if call in self._calls:
+            self._held -= len(rows)
+            self._returning += len(rows)
         self._freed.set()
         began = time.time_ns()
         await self._give_back(call, results)
@@ -360,7 +367,7 @@ class StageWorker:
         return results
 
     def _count_lost(self, rows: int, how: str) -> None:
-        """Rows that are no more this worker's: when one of a group fails for good, all others go, so tell seldom."""
+        """Log rows that left this worker, seldom: when one of a group is dead-lettered, all others leave."""
         self.stats.lost += rows
         self._lost_untold += rows
         if time.monotonic() >= self._tell_lost_at:
@@ -368,8 +375,18 @@ class StageWorker:
             log.warning("%s: %s lost, the last one: %s", self._stage.name, what, how)
             self._lost_untold, self._tell_lost_at = 0, time.monotonic() + TELL_LOST_S
 
+    def _discard(self, call: _Call) -> None:
+        """Idempotent."""
+        if call not in self._calls:
+            return
+        self._calls.remove(call)
+        if call.done:
+            self._returning -= len(call.rows)
+        else:
+            self._held -= len(call.rows)
+
     def _finished(self, call: _Call, task: asyncio.Task[None]) -> None:
-        self._calls.discard(call)
+        self._discard(call)
         self._held_leases.drop(call.rows.values())
         self._freed.set()
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -450,7 +467,7 @@ class StageWorker:
         for call in list(self._calls):
             if not call.done and call.rows.keys() <= lost:
                 self._count_lost(len(call.rows), f"the lease on {next(iter(call.rows))} ended")
-                self._calls.discard(call)
+                self._discard(call)
                 if call.task:
                     call.task.cancel()
                     cancelled.update(dict.fromkeys(call.rows, call.task))
@@ -460,6 +477,7 @@ class StageWorker:
     async def _release_all(self) -> None:
         """Cancel running calls and give their rows back, so that no one waits for their leases to expire."""
         calls, self._calls = list(self._calls), set()
+        self._held = self._returning = 0
         for call in calls:
             if call.task:
                 call.task.cancel()

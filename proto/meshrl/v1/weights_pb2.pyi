@@ -481,6 +481,8 @@ class ReplicaReport(_message.Message):
     OPENED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     CONTINUED_FIELD_NUMBER: _builtins.int
+    BOXES_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
     held: _builtins.int
     """Rows held now, and the most that may be."""
     slots: _builtins.int
@@ -502,6 +504,9 @@ class ReplicaReport(_message.Message):
     """It leases no more and is about to go."""
     continued: _builtins.int
     """Tokens of responses that this worker took over from another."""
+    boxes: _builtins.int
+    """Containers of its rows that run, and the image that rows wait for; empty where none does."""
+    waits_for: _builtins.str
     @_builtins.property
     def engine(self) -> _rollout_pb2.EngineStats: ...
     def __init__(
@@ -521,10 +526,12 @@ class ReplicaReport(_message.Message):
         opened: _builtins.int = ...,
         draining: _builtins.bool = ...,
         continued: _builtins.int = ...,
+        boxes: _builtins.int = ...,
+        waits_for: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "continued", b"continued", "draining", b"draining", "engine", b"engine", "error_rate", b"error_rate", "failed", b"failed", "held", b"held", "last_fault", b"last_fault", "leased", b"leased", "lost", b"lost", "opened", b"opened", "returned", b"returned", "slots", b"slots", "written", b"written"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "breaker", b"breaker", "continued", b"continued", "draining", b"draining", "engine", b"engine", "error_rate", b"error_rate", "failed", b"failed", "held", b"held", "last_fault", b"last_fault", "leased", b"leased", "lost", b"lost", "opened", b"opened", "returned", b"returned", "slots", b"slots", "waits_for", b"waits_for", "written", b"written"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

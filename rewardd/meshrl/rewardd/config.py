@@ -132,7 +132,7 @@ class RewardConfig(Config):
     """Samples that an `async def` function scores at once in each process. Lower it for a service that refuses so
     many requests at once, raise it for one that answers slowly."""
     registry: RegistryConfig = RegistryConfig()
-    """Functions submitted while the run goes on."""
+    """Functions submitted during a run."""
     mixed_versions: Literal["rescore", "allow"] = "rescore"
     """How to treat a batch whose rows were scored by several reward versions: `rescore` scores its older rows again
     with the current version, `allow` trains it as it is."""
@@ -148,8 +148,6 @@ class RewardConfig(Config):
     limits: ScoringLimits = ScoringLimits()
     """Limits of a submitted function, which may ask for lower ones, and of this recipe's functions in a sandbox;
     without a sandbox those have only the limits that the recipe sets."""
-    wheelhouse: Path | None = None
-    """A folder of wheels: dependencies of submitted functions are installed from it only."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> RewardConfig:

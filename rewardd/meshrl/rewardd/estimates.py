@@ -58,7 +58,7 @@ def final_answer(text: str) -> str:
 
 
 def mean_score(tasks: Sequence[Sequence[ScoredAnswer]]) -> Estimate | None:
-    """Over all scored answers; None where there is none."""
+    """The mean over all scored answers; None without any."""
     scored = [task for task in tasks if task]
     return _estimate([sum(a.score for a in task) for task in scored], [len(t) for t in scored])
 

@@ -42,7 +42,7 @@ MOST_COMPONENT_NAMES = 256
 log = logging.getLogger(__name__)
 
 TokenEnds = Callable[[Int32], Sequence[int]]
-"""From response tokens, int32[R], to R counts: characters of the response up to the end of each token."""
+"""Maps response tokens, int32[R], to R counts: characters of the response up to the end of each token."""
 
 
 INTAKE = Intake(limit=256, per_call=16)
@@ -140,7 +140,7 @@ class RewardStage:
         return results
 
     def _with_known_components(self, score: Score) -> Score:
-        """`score` without components whose names would be too many for its run; the first is told."""
+        """`score` without the components beyond its run's limit of names; the first is logged."""
         names = self._component_names[score.uid.run]
         kept = {}
         for name, value in score.components.items():

@@ -30,7 +30,7 @@ CLONE_NEWUSER, CLONE_NEWNS, CLONE_NEWNET, CLONE_NEWIPC, CLONE_NEWUTS = (
 )
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 1 << 1, 1 << 2, 1 << 12, 1 << 14, 1 << 18
 BYTES_A_FILE = 16 << 10
-"""The private /tmp holds one file for so many bytes of its size: an empty file takes 1 KiB of the kernel's memory."""
+"""Bytes of the private /tmp for each file in it: an empty file takes 1 KiB of the kernel's memory."""
 LEAST_FILES = 256
 CAPABILITY_VERSION_3 = 0x20080522
 NICE = 5
@@ -64,7 +64,6 @@ def confine(confinement: Json, limits: Json) -> None:
         if level == "weak":  # changing the user has reset it
             die_with_parent(os.getppid())
     _apply(limits)
-    sys.path += confinement["search"]  # at the end: nothing there replaces a module of ours
     if level != "off":
         libc.prctl(seccomp.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         # no other process of this user reads its memory
@@ -75,7 +74,7 @@ def confine(confinement: Json, limits: Json) -> None:
 
 
 def _own_namespaces(libc: ctypes.CDLL, tmp_bytes: int | None) -> None:
-    """A user namespace, so that limits count this sandbox alone, and a /tmp of its own; no rights remain."""
+    """Enter a user namespace, so that limits count this sandbox alone, and its own /tmp; no rights remain."""
     if sys.platform != "linux":
         return
     user, group = os.geteuid(), os.getegid()
@@ -94,7 +93,7 @@ def _own_namespaces(libc: ctypes.CDLL, tmp_bytes: int | None) -> None:
 
 
 def _private_tmp(libc: ctypes.CDLL, folder: str, tmp_bytes: int | None) -> None:
-    """A folder in memory whose size and number of files are limited; at level `strict` it is /dev/shm as well.
+    """Mount a folder in memory with limits of size and files; at level `strict` it is /dev/shm as well.
 
     Where the kernel refuses, the folder that is there stays: it has a size, and no limit of files.
     """

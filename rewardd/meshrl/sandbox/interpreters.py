@@ -84,7 +84,7 @@ class Zygote:
 
 
 def fork_interpreters(link: socket.socket) -> None:
-    """The zygote: do what the server at the other end of `link` says, until it ends."""
+    """Serve as the zygote: do what the server at the other end of `link` says, until it ends."""
     while True:
         said, ends, _, _ = socket.recv_fds(link, NUMBER.size, 1)
         if not said:
@@ -99,7 +99,7 @@ def fork_interpreters(link: socket.socket) -> None:
                 if answer == 0:
                     interpret(ends[0])
         else:
-            # It may have closed its socket and go on. One that has ended keeps its status until it is waited for.
+            # It may have closed its socket and continue. One that has ended keeps its status until it is waited for.
             os.kill(pid, signal.SIGKILL)
             _, answer = os.waitpid(pid, 0)
         for end in ends:
@@ -260,7 +260,7 @@ class BoundedOutput(io.TextIOBase):
         return True
 
     def text(self) -> str:
-        """All of it, or with a mark in the middle."""
+        """The text, with a mark where its middle was left out."""
         gap = f"\n... {self._left_out} characters ...\n" if self._left_out else ""
         return self._head + gap + self._tail
 

@@ -1,4 +1,4 @@
-"""Restricts which files this process may use, and whom it may signal (Landlock); needs no privilege.
+"""Restricts files and signals of this process (Landlock); needs no privilege.
 
 https://docs.kernel.org/userspace-api/landlock.html; Linux 5.13 and later.
 """

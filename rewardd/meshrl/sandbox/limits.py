@@ -86,7 +86,7 @@ log = logging.getLogger(__name__)
 CONTROLLERS = ("memory", "pids")
 PREFIX = "meshrl-"
 SHARES = 2
-"""A sandbox may use so many times `memory_bytes`: for the scoring process and a program that it runs."""
+"""Multiple of `memory_bytes` for a sandbox: for the scoring process and a program that it runs."""
 HELPERS = 4
 """Processes beside those of the function: bubblewrap and the sandbox's first process, while they start."""
 ENTER = 'echo 0 > "$0/cgroup.procs" && exec "$@"'
@@ -119,12 +119,12 @@ class Cgroup:
 
 
 class Cgroups:
-    """Those of this process's sandboxes, in one folder below `parent`."""
+    """Cgroups of this process's sandboxes, in one folder below `parent`."""
 
     def __init__(self, parent: Path, controllers: Sequence[str] = CONTROLLERS) -> None:
         """Raises OSError."""
         _sweep(parent)
-        self.folder = parent / f"{PREFIX}{os.getpid()}-{_started(os.getpid())}"
+        self.folder = parent / f"{PREFIX}{os.getpid()}-{started(os.getpid())}"
         self._numbers = itertools.count()
         self._ending: list[Cgroup] = []
         self._enable(parent, controllers)
@@ -149,7 +149,7 @@ class Cgroups:
         return Cgroup(path)
 
     def remove(self, cgroup: Cgroup) -> None:
-        """Its sandbox has ended; what is still ending there is removed later."""
+        """Remove the folder of an ended sandbox; processes that still end there are removed later."""
         if not cgroup.remove():
             self._ending.append(cgroup)
 
@@ -209,7 +209,7 @@ def delegated(proc: Path = Path("/proc/self")) -> Path:
     parent = here if not (here / "cgroup.type").exists() else here.parent
     if parent is not here and (here == point or not _given(parent)):
         raise NoCgroupError(
-            f"{here} has processes and nobody gave this service the cgroup above it"
+            f"{here} has processes and the cgroup above it is not delegated to this service"
             " (systemd: Delegate=memory pids, DelegateSubgroup=service)"
         )
     if not os.access(parent, os.W_OK) or not os.access(parent / "cgroup.subtree_control", os.W_OK):
@@ -232,7 +232,7 @@ def _write(file: Path, text: str) -> None:
         os.close(descriptor)
 
 
-def _started(pid: int) -> str:
+def started(pid: int) -> str:
     """When a process started, in ticks since boot; empty when there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -243,8 +243,8 @@ def _started(pid: int) -> str:
 def _sweep(parent: Path) -> None:
     """Remove what services left that are no more."""
     for folder in parent.glob(f"{PREFIX}*-*"):
-        pid, _, started = folder.name.removeprefix(PREFIX).partition("-")
-        if pid.isdigit() and started and _started(int(pid)) != started:
+        pid, _, began = folder.name.removeprefix(PREFIX).partition("-")
+        if pid.isdigit() and began and started(int(pid)) != began:
             _remove_tree(folder)
 
 

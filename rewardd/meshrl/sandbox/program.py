@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def confine_program() -> None:
-    """Let this process neither start nor signal another one, and leave no file to those after it; for good.
+    """Let this process neither start nor signal another one, and leave no file to later ones; it cannot be undone.
 
     They would find its answers there, or a full /tmp. Raises OSError.
     """
@@ -66,7 +66,7 @@ def confine_program() -> None:
 def _test(request: dict[str, str], module: ModuleType) -> None:
     word, test = request.pop("word"), request.pop("test")
     program, before = request["program"], request["before"]
-    # A completion goes on where the prompt ends; a whole program repeats it.
+    # A completion continues where the prompt ends; a whole program repeats it.
     try:
         code = compile(before + program, "program.py", "exec")
     except SyntaxError:

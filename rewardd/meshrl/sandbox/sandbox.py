@@ -88,12 +88,8 @@ class Sandbox(ABC):
 
     level: ClassVar[Isolation]
     limits: Limits
-    search: tuple[Path, ...] = ()
-    """Folders to import from, besides this interpreter's own."""
     readable: tuple[Path, ...] = ()
-    """Directories that it sees besides Python's and `search`, read-only, under their own paths."""
-    prepare: Callable[[], None] | None = None
-    """Called once, in a thread, before the first process starts: installs the folders of `search`."""
+    """Directories that it sees besides Python's, read-only, under their own paths."""
 
     @abstractmethod
     def launch(self, module: str, *, shares: int = SHARES) -> Launch:
@@ -119,7 +115,7 @@ class OpenSandbox(Sandbox):
         return Launch(
             argv=[*PYTHON, module, str(os.getpid())],
             env={"OMP_NUM_THREADS": "1", **os.environ},
-            confinement=_confinement(Isolation.OFF, None, self.search),
+            confinement=_confinement(Isolation.OFF, None),
         )
 
 
@@ -132,14 +128,14 @@ class WeakSandbox(Sandbox):
     def launch(self, module: str, *, shares: int = SHARES) -> Launch:
         """This interpreter, an empty environment, a folder of its own."""
         folder = Path(tempfile.mkdtemp(prefix="meshrl-sandbox-"))
-        seen = (*python_paths(), *self.readable, *self.search)
+        seen = (*python_paths(), *self.readable)
         user = NOBODY if os.geteuid() == 0 else None
         if user is not None:
             os.chown(folder, user, user)
         return Launch(
             argv=[*AS_MODULE, module, str(os.getpid())],
             env=_environment(str(folder)),
-            confinement=_confinement(Isolation.WEAK, user, self.search)
+            confinement=_confinement(Isolation.WEAK, user)
             | {
                 "readable": [str(path) for path in (*system_paths(), *seen)],
                 "writable": [str(folder), "/dev/null", "/dev/urandom"],
@@ -161,14 +157,12 @@ class StrictSandbox(Sandbox):
             env=_environment("/tmp"),
             # bubblewrap started by root makes no user namespace, so that it may bind folders that only root can
             # reach; the process becomes nobody and makes its own.
-            confinement=_confinement(
-                Isolation.STRICT, NOBODY if os.geteuid() == 0 else None, self.search
-            ),
+            confinement=_confinement(Isolation.STRICT, NOBODY if os.geteuid() == 0 else None),
         ).in_cgroup(self.limits, shares)
 
     @cached_property
     def _arguments(self) -> list[str]:
-        return bubblewrap(self.limits.tmp_bytes, (*self.readable, *self.search), confined=True)
+        return bubblewrap(self.limits.tmp_bytes, self.readable, confined=True)
 
     @override
     def process(self, pid: int) -> int | None:
@@ -191,24 +185,15 @@ class StrictSandbox(Sandbox):
         return sum(name.isdigit() for name in names) - 2
 
 
-def open_sandbox(
-    level: Isolation,
-    limits: Limits,
-    *,
-    readable: Sequence[Path] = (),
-    search: Sequence[Path] = (),
-    prepare: Callable[[], None] | None = None,
-) -> Sandbox:
-    """The sandbox of a level; `readable` and `search` are folders, and `prepare` creates those of `search`.
+def open_sandbox(level: Isolation, limits: Limits, *, readable: Sequence[Path] = ()) -> Sandbox:
+    """The sandbox of a level, which sees the folders `readable`.
 
     Raises:
         ConfigError: this machine cannot give the level; says why, and what to do.
     """
     kind: type[Sandbox] = OpenSandbox
     if level is Isolation.WEAK:
-        if os.geteuid() == 0 and (
-            closed := _closed_to_others((*python_paths(), *readable, *search))
-        ):
+        if os.geteuid() == 0 and (closed := _closed_to_others((*python_paths(), *readable))):
             raise ConfigError(
                 "reward sandbox 'weak' would run functions as root: the user nobody cannot read "
                 f"{closed}; run the service as an ordinary user, or chmod o+rX {closed}"
@@ -227,7 +212,7 @@ def open_sandbox(
                 " chmod -R o+rX it"
             )
         kind = StrictSandbox
-    return kind(limits=limits, search=tuple(search), readable=tuple(readable), prepare=prepare)
+    return kind(limits=limits, readable=tuple(readable))
 
 
 @lru_cache(maxsize=1)
@@ -250,11 +235,7 @@ def no_bubblewrap() -> str | None:
 
 
 def bubblewrap(
-    tmp_bytes: int | None,
-    readable: Sequence[Path],
-    writable: Sequence[Path] = (),
-    *,
-    confined: bool = False,
+    tmp_bytes: int | None, readable: Sequence[Path], *, confined: bool = False
 ) -> list[str]:
     """The command line up to the program: namespaces and mounts; nothing is inherited.
 
@@ -274,7 +255,7 @@ def bubblewrap(
     arguments += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]
     mounts = sorted({*python_paths(), *readable})
     # bubblewrap makes the folders above a mount for its own user alone, and the function becomes another.
-    above = {folder for path in (Path("/etc/_"), *mounts, *writable) for folder in path.parents}
+    above = {folder for path in (Path("/etc/_"), *mounts) for folder in path.parents}
     for folder in sorted(above - {Path("/"), Path("/tmp")}):
         if not any(folder.is_relative_to(mount) for mount in (Path("/usr"), *mounts)):
             arguments += ["--perms", "0755", "--dir", str(folder)]
@@ -285,8 +266,6 @@ def bubblewrap(
         arguments += [*kind, str(path)]
     for path in mounts:
         arguments += ["--ro-bind", str(path), str(path)]
-    for path in writable:
-        arguments += ["--bind", str(path), str(path)]
     return [*arguments, "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 
@@ -310,8 +289,8 @@ def python_paths() -> set[Path]:
     return {path for path in paths if path.is_dir() and not path.is_relative_to("/usr")}
 
 
-def _confinement(level: Isolation, user: int | None, search: Sequence[Path]) -> Json:
-    return {"level": level, "user": user, "search": [str(path) for path in search]}
+def _confinement(level: Isolation, user: int | None) -> dict[str, Json]:
+    return {"level": level, "user": user}
 
 
 def _environment(home: str) -> dict[str, str]:

@@ -32,10 +32,13 @@ PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Machine to its column in the tables below and its AUDIT_ARCH."""
 
+SOCKET, TKILL = (41, 198), (200, 130)
+ALL_PROCESSES = 0xFFFFFFFF
+"""-1, in place of a pid."""
 # Numbers from the kernel's asm/unistd_64.h and asm-generic/unistd.h; None where an architecture lacks the call.
 REFUSED: dict[str, tuple[int | None, int | None]] = {
     # the network: the sandbox has none, and so the call fails at once
-    "socket": (41, 198),
+    "socket": SOCKET,
     "connect": (42, 203),
     "bind": (49, 200),
     "listen": (50, 201),
@@ -110,6 +113,16 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "setdomainname": (171, 162),
     "syslog": (103, 116),
 }
+OF_AGENTS = frozenset(
+    {
+        *("socket", "connect", "bind", "listen", "accept", "accept4", "setsockopt", "setsid"),
+        *("shmget", "memfd_create", "msgget", "semget", "mq_open"),
+        *("inotify_init", "inotify_init1"),
+    }
+)
+"""Allowed in a box with a network of its own, whose processes are an agent's."""
+FAMILIES = (1, 2, 10, 16)
+"""Sockets of an agent: AF_UNIX, AF_INET, AF_INET6, AF_NETLINK. AF_VSOCK would reach the host of a virtual machine."""
 CLONE, CLONE3 = (56, 220), (435, 435)
 FCNTL, IOCTL, SOCKETPAIR, SENDTO = (72, 25), (16, 29), (53, 199), (44, 206)
 FCNTL_REFUSED = {
@@ -134,7 +147,7 @@ ALONE: dict[str, tuple[int | None, int | None]] = {
     "vfork": (58, None),
     "execve": (59, 221),
     "execveat": (322, 281),
-    "tkill": (200, 130),
+    "tkill": TKILL,
     "pidfd_open": (434, 434),
     "pidfd_send_signal": (424, 424),
     "setpriority": (141, 140),
@@ -199,12 +212,17 @@ NAMES: dict[str, tuple[int | None, int | None]] = {
 
 
 def program(
-    machine: str, *, alone_pid: int | None = None, creates_files: bool = True
+    machine: str,
+    *,
+    alone_pid: int | None = None,
+    creates_files: bool = True,
+    agent_beside: int | None = None,
 ) -> bytes | None:
     """The filter for a machine (`platform.machine()`); None where the table has no column for it.
 
-    With `alone_pid` the process of that pid may neither start nor signal any other, nor change a file's owner, mode
-    or times; without `creates_files` it makes no file.
+    With `agent_beside` the calls OF_AGENTS are allowed, locks and sockets of most kinds too, but no signal to the
+    process of that pid. With `alone_pid` the process of that pid may neither start nor signal any other, nor change
+    a file's owner, mode or times; without `creates_files` it makes no file.
     """
     if machine not in ARCHITECTURES:
         return None
@@ -221,16 +239,28 @@ def program(
     refused: dict[str, tuple[int | None, int | None]] = dict(REFUSED)
     refused |= {} if alone_pid is None else ALONE
     refused |= {} if creates_files else NAMES
+    if agent_beside is not None:
+        refused = {name: numbers for name, numbers in refused.items() if name not in OF_AGENTS}
     for numbers in refused.values():
         if (number := numbers[column]) is not None:
             code += [_op(JUMP_EQUAL, number, 0, 1), _refuse()]
     # Its flags lie in memory, out of a filter's reach: the C library falls back to clone.
     code += [_op(JUMP_EQUAL, CLONE3[column], 0, 1), _refuse(errno.ENOSYS)]
     code += _call(CLONE[column], _clone(threads_only=alone_pid is not None))
-    code += _call(FCNTL[column], _argument(1, FCNTL_REFUSED))
     code += _call(IOCTL[column], _argument(1, IOCTL_REFUSED))
-    code += _call(SOCKETPAIR[column], _stream_pair())
-    code += _call(SENDTO[column], _no_address())
+    if agent_beside is not None:
+        owners = {number: why for number, why in FCNTL_REFUSED.items() if why != errno.ENOLCK}
+        code += _call(FCNTL[column], _argument(1, owners))
+        code += _call(SOCKET[column], _only(0, FAMILIES))
+        for numbers_ in (*OWN_PID.values(), TKILL):
+            everybody = {agent_beside: errno.EPERM, ALL_PROCESSES: errno.EPERM}
+            code += _call(numbers_[column], _argument(0, everybody))
+        for name in ("pidfd_open", "pidfd_send_signal"):  # as on a kernel that lacks them
+            code += [_op(JUMP_EQUAL, ALONE[name][column] or 0, 0, 1), _refuse(errno.ENOSYS)]
+    else:
+        code += _call(FCNTL[column], _argument(1, FCNTL_REFUSED))
+        code += _call(SOCKETPAIR[column], _stream_pair())
+        code += _call(SENDTO[column], _no_address())
     if alone_pid is not None:
         for numbers_ in OWN_PID.values():
             code += _call(numbers_[column], _only(0, [alone_pid]))

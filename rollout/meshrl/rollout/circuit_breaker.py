@@ -30,10 +30,10 @@ from meshrl.rollout.streams import closing
 log = logging.getLogger(__name__)
 
 SPARED = 4
-"""While no request succeeds, the replica is suspect: of the first so many faults of a row only the first counts as an
-attempt. Later ones count again, so that a row that breaks every engine is abandoned in the end."""
+"""Faults of a row of which only the first counts as an attempt, while no request succeeds and the replica is suspect.
+Later ones count again, so that a row that breaks every engine is abandoned in the end."""
 PROBES = 8
-"""After so many failed probes in a row the engine will not recover by itself: its process must be replaced."""
+"""Failed probes in a row after which the engine's process must be replaced."""
 FIRST_PROBES = 3
 """The same for an engine that has not completed any request yet."""
 
@@ -42,9 +42,9 @@ class CircuitState(StrEnum):
     """Which rows are admitted."""
 
     CLOSED = "closed"
-    """All."""
+    """All rows are admitted."""
     OPEN = "open"
-    """None."""
+    """No rows are admitted."""
     HALF_OPEN = "half_open"
     """One row, to test whether the engine has recovered."""
 
@@ -98,7 +98,7 @@ class CircuitBreaker:
         return (1 if self.state is CircuitState.HALF_OPEN else limit) - held
 
     def succeeded(self) -> None:
-        """A request was completed."""
+        """Count a completed request."""
         if self.state is CircuitState.OPEN:
             return  # the request began before the breaker opened
         self._faults_of.clear()
@@ -114,7 +114,7 @@ class CircuitBreaker:
         self._window.append(False)
 
     def failed(self, reason: str) -> None:
-        """A request ended with a fault of the engine; `reason` is for logs."""
+        """Count a request that ended with a fault of the engine; `reason` is for logs."""
         self.last_fault = reason
         self._successes = 0
         if self.state is CircuitState.OPEN:

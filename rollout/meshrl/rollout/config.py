@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 from collections.abc import Iterator, Mapping
@@ -17,18 +18,26 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
 )
 
 from meshrl.common import plugins
-from meshrl.common.checks import Problem, check_options
+from meshrl.common.checks import Problem, check_options, dotted
 from meshrl.common.config import Config, Machine, read_options
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import OnUpdate, SamplingParams
+from meshrl.rollout.containers.box import BoxLimits
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Types of rotary embeddings that the torch engine computes: their frequencies do not change with the length."""
-HYBRID_ARCHITECTURES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
-"""Those of TORCH_ARCHITECTURES that have layers with linear attention."""
+HYBRID_ARCHITECTURES = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+"""Members of TORCH_ARCHITECTURES with layers of linear attention."""
 TORCH_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -38,7 +47,7 @@ TORCH_ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
     *HYBRID_ARCHITECTURES,
 )
-"""Architectures (`architectures` in config.json) that the torch engine supports."""
+"""Architectures (`architectures` in config.json) that the torch engine supports; text only, whatever they read."""
 PROGRAMS = "meshrl.rollout.programs"
 ENGINES = "meshrl.rollout.engines"
 
@@ -57,18 +66,37 @@ def _no_empty_string(stop: list[str]) -> list[str]:
 
 TopK = Annotated[int, AfterValidator(_positive_or_all)]
 TopP = Annotated[float, Field(gt=0, le=1)]
+LogitBias = Annotated[float, Field(ge=-100, le=100)]
 StopList = Annotated[list[str], AfterValidator(_no_empty_string)]
 
 
-class ValKwargs(Config):
+class Distribution(Config):
+    """The distribution that tokens are drawn from.
+
+    In this order: `logit_bias`, `repetition_penalty`, temperature, top_k, min_p, top_p; log-probs are of the result.
+    """
+
+    temperature: NonNegativeFloat = 1.0
+    """0 is greedy."""
+    top_p: TopP = 1.0
+    """Smallest set of tokens with this probability; 1 keeps all."""
+    top_k: TopK = -1
+    """The k likeliest tokens; -1 keeps all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Tokens with at least this share of the likeliest one's probability; 0 keeps all."""
+    repetition_penalty: float = Field(default=1.0, gt=0, le=2)
+    """Divides the positive logits of tokens that stand in prompt or response, and multiplies the negative ones; 1 is
+    off. Not on SGLang, which counts the response's alone."""
+    logit_bias: dict[NonNegativeInt, LogitBias] = Field(default_factory=dict)
+    """Added to the logits of tokens, by id: -100 bans one."""
+
+
+class ValKwargs(Distribution):
     """How held-out tasks are sampled."""
 
     n: PositiveInt = 1
     """Samples per held-out prompt."""
     temperature: NonNegativeFloat = 0.0
-    """0 is greedy."""
-    top_p: TopP = 1.0
-    top_k: TopK = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +104,9 @@ class CheckpointIntervals:
     """How often running responses are saved in the queue, for the worker that takes over after a death or drain."""
 
     tokens: int = 64
-    """After so many new tokens; 0: no limit by tokens."""
+    """New tokens after which to save; 0: no limit by tokens."""
     ms: int = 1000
-    """After so many milliseconds; 0: no limit by time. Both 0: nothing is saved."""
+    """Milliseconds after which to save; 0: no limit by time. Both 0: nothing is saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,19 +163,43 @@ class GatewayConfig(Config):
     """Session requests of one caller."""
 
 
-class RolloutConfig(Config):
+class ContainersConfig(Config):
+    """The containers of a worker whose program works in them, one for each row (docs/how-to/containers.md)."""
+
+    backend: Literal["bubblewrap", "podman", "docker", "kubernetes"] = "bubblewrap"
+    """`bubblewrap` needs no daemon and no root, and starts from an unpacked root; podman and docker use their engine;
+    with kubernetes each row has a pod."""
+    boxes: PositiveInt = 16
+    """Containers of one worker at the same time; it leases no more rows than that."""
+    warm: NonNegativeInt = 0
+    """Containers among these that are started before a row wants them, of the image that the last row had."""
+    starts: PositiveInt = 4
+    """Images that are made, and containers that are started, at the same time."""
+    store: Path | None = None
+    """The folder in which bubblewrap unpacks images; null: a folder of this user's in /var/tmp."""
+    tools: str = "debian:stable-slim"
+    """The image from which kubernetes gives each pod bash, tar and what else its commands begin with."""
+    lent: list[Path] = Field(default_factory=list)
+    """Folders of this machine that every container can read, under the same path: an agent's program."""
+    limits: BoxLimits = BoxLimits()
+    """Limits of one container, where its task names none."""
+
+    @field_validator("lent")
+    @classmethod
+    def _absolute(cls, lent: list[Path]) -> list[Path]:
+        for path in lent:
+            if not path.is_absolute() or path == Path("/") or ".." in path.parts:
+                raise ValueError(f"{path}: want an absolute path below /")
+        return lent
+
+
+class RolloutConfig(Distribution):
     """How tasks become trajectories."""
 
     name: str = "torch"
     """A module of `meshrl.rollout.engines`, or a dotted path."""
     n: PositiveInt = 8
     """Samples per prompt: the size of a group."""
-    temperature: NonNegativeFloat = 1.0
-    """0 is greedy."""
-    top_p: TopP = 1.0
-    """Smallest set of tokens with this probability; 1 keeps all."""
-    top_k: TopK = -1
-    """The k likeliest tokens; -1 keeps all."""
     top_k_top_p: Literal["sequential", "joint"] = "sequential"
     """Rule for top_k and top_p together. `sequential`: top_p cuts the renormalised distribution that top_k leaves
     (torch, vLLM, Hugging Face); `joint`: the whole distribution (SGLang). An engine refuses the other rule, so that a
@@ -160,6 +212,8 @@ class RolloutConfig(Config):
     """Options of the program: the `Config` in its module."""
     gateway: GatewayConfig = GatewayConfig()
     """The endpoint of each worker, for programs that have one."""
+    containers: ContainersConfig = ContainersConfig()
+    """The containers of each worker, for programs that work in them."""
     workers: PositiveInt = 1
     """Processes, each with its own engine."""
     slots: PositiveInt = 64
@@ -169,7 +223,7 @@ class RolloutConfig(Config):
     deadline_s: PositiveFloat = 600.0
     """A rollout that takes longer counts as `timeout`."""
     journal_tokens: NonNegativeInt = CheckpointIntervals().tokens
-    """Running responses are saved in the queue: after the death of a worker at most so many tokens of each are
+    """Running responses are saved in the queue: after the death of a worker at most this many tokens of each are
     sampled again (an append starts at half of it), and every token is saved after at most a second, however slow
     the engine; 0: only that second counts. Deterministic runs save nothing."""
     routing_replay: bool = False
@@ -196,22 +250,20 @@ class RolloutConfig(Config):
 
     def sampling(self, *, max_tokens: int, seed: int) -> SamplingParams:
         """How training tasks are sampled."""
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            joint_cut=self.top_k_top_p == "joint",
-            max_tokens=max_tokens,
-            stop=tuple(self.stop),
-            seed=seed,
-        )
+        return self._drawn_from(self, max_tokens, seed)
 
     def val_sampling(self, *, max_tokens: int, seed: int) -> SamplingParams:
         """How held-out tasks are sampled."""
+        return self._drawn_from(self.val_kwargs, max_tokens, seed)
+
+    def _drawn_from(self, distribution: Distribution, max_tokens: int, seed: int) -> SamplingParams:
         return SamplingParams(
-            temperature=self.val_kwargs.temperature,
-            top_p=self.val_kwargs.top_p,
-            top_k=self.val_kwargs.top_k,
+            temperature=distribution.temperature,
+            top_p=distribution.top_p,
+            top_k=distribution.top_k,
+            min_p=distribution.min_p,
+            repetition_penalty=distribution.repetition_penalty,
+            logit_bias=distribution.logit_bias,
             joint_cut=self.top_k_top_p == "joint",
             max_tokens=max_tokens,
             stop=tuple(self.stop),
@@ -269,8 +321,9 @@ class TorchEngineConfig(Config):
                 f" {', '.join(TORCH_ARCHITECTURES)}; other models need rollout.name=vllm or sglang)",
             )
             return
-        act = config.get("hidden_act", "silu")
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        text = config.get("text_config") or config
+        act = text.get("hidden_act", "silu")
+        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         for wrong, what in (
             (act != "silu", f"the activation {act} of {model} (it computes silu)"),
@@ -292,7 +345,7 @@ def check_rollout(
     yield from check_options(
         ("rollout", "engine"), ENGINES, rollout.name, rollout.engine, machine, model
     )
-    yield from _cuts(rollout)
+    yield from _unable(rollout)
 
 
 def row_fault(program: str, extra_info: Mapping[str, Any]) -> str:
@@ -306,7 +359,7 @@ def row_fault(program: str, extra_info: Mapping[str, Any]) -> str:
 def _program_options(
     rollout: RolloutConfig, machine: Machine, model: Path, tries: bool
 ) -> Iterator[Problem]:
-    """Those of the mesh's own programs, which are light to import; what they name is loaded by a worker."""
+    """Check options of built-in programs, which import fast; a worker loads what they name."""
     name, options = rollout.program, rollout.program_options
     if name not in plugins.known(PROGRAMS):
         return
@@ -329,11 +382,17 @@ def _program_options(
         yield ("rollout", "program_options"), str(error)
 
 
-def _cuts(rollout: RolloutConfig) -> Iterator[Problem]:
-    """Problem where the engine's rule for top_k and top_p together is not the recipe's."""
+def _unable(rollout: RolloutConfig) -> Iterator[Problem]:
+    """Problems where the engine cannot sample as asked, or has another rule for top_k and top_p together."""
     asked = [rollout.sampling(max_tokens=1, seed=0), rollout.val_sampling(max_tokens=1, seed=0)]
     twice = next((sampling for sampling in asked if sampling.cuts_twice), None)
     kind = plugins.config_class(ENGINES, rollout.name)
+    with contextlib.suppress(ConfigError):  # wrong options are reported at their place
+        options: Any = read_options(kind, rollout.engine, where="rollout.engine") if kind else None
+        if hasattr(options, "unable"):
+            for at, sampling in zip((("rollout",), ("rollout", "val_kwargs")), asked, strict=True):
+                for key, why in options.unable(sampling):
+                    yield (*at, key), f"{dotted((*at, key))}: {why}"
     joint = bool(getattr(kind, "joint_cut", False))
     if twice is not None and kind is not None and twice.joint_cut != joint:
         rule = "of the whole distribution" if joint else "of what top_k has left"

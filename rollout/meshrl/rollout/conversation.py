@@ -100,9 +100,14 @@ class Conversation:
         *,
         budget: Budget,
         media: tuple[Media, ...] = (),
+        seat: str = "",
     ) -> None:
-        """Start with a prompt, int32[P], and its pictures; who observes messages needs a ChatTokenizer."""
+        """Start with a prompt, int32[P], and its pictures; who observes messages needs a ChatTokenizer.
+
+        `seat`: name among several of the row.
+        """
         self.uid = uid
+        self._first = f"{uid}/{seat}" if seat else str(uid)
         self.media = media
         """Its pictures so far, in order of time."""
         self._starts: tuple[int, ...] = ()
@@ -137,9 +142,11 @@ class Conversation:
         # The id of the first request is the uid, by which checkpoints identify a row.
         turn = f"/{len(self.turns)}" if self.turns else ""
         return GenerateRequest(
-            request_id=f"{self.uid}{turn}",
+            request_id=f"{self._first}{turn}",
             prompt_ids=self.tokens,
-            sampling=replace(sampling, max_tokens=most),
+            sampling=sampling
+            if sampling.max_tokens == most
+            else replace(sampling, max_tokens=most),
             media=self.media,
             media_starts=self._starts,
         )
@@ -225,7 +232,7 @@ class Conversation:
         return True
 
     def _add_media(self, media: tuple[Media, ...], starts: Sequence[int]) -> None:
-        """Pictures that begin at `starts` of what is observed next. Raises UserError for too many bytes."""
+        """Add pictures that begin at `starts` of the next observation. Raises UserError for too many bytes."""
         observed = self.media[len(self.media) - len(self._starts) :]
         sizes = {each.sha256: len(each.data) for each in (*observed, *media)}
         if (size := sum(sizes.values())) > MOST_OF_ROW:

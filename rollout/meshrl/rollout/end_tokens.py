@@ -37,7 +37,7 @@ def eos_token_ids(checkpoint: Path) -> tuple[int, ...]:
 
 
 def with_end_of(tokenizer: Tokenizer | None, ids: tuple[int, ...]) -> tuple[int, ...]:
-    """`ids` with the end of the tokenizer that the run uses: its files may stand elsewhere than the checkpoint's."""
+    """`ids` with the end of the tokenizer that the run uses: its files may be elsewhere than the checkpoint's."""
     own = tokenizer.eos_token_id if isinstance(tokenizer, EndingTokenizer) else None
     return ids if own is None else tuple(sorted({*ids, own}))
 

@@ -80,7 +80,7 @@ class RunningRow:
         return bool(self.sending)
 
     def sent(self) -> None:
-        """The queue has accepted the append."""
+        """Note that the queue has accepted the append."""
         self.saved += sum(len(delta.tokens) for delta in self.sending)
         self.sending = []
 

@@ -122,4 +122,8 @@ class WorkerReport:
     continued: int
     """Tokens of responses that this worker continued after another worker."""
     draining: bool
-    """It leases no more rows."""
+    """Whether it has stopped leasing rows."""
+    boxes: int = 0
+    """Containers of its rows that run."""
+    waits_for: str = ""
+    """The image that its rows wait for; empty where none does."""

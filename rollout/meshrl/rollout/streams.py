@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from meshrl.contract.types import (
     GenerateDelta,
     GenerateRequest,
     Int32,
+    PromptLogprobs,
     Version,
     VersionSpan,
 )
@@ -59,7 +59,7 @@ class TokenStream:
         self.close()
 
     def close(self) -> None:
-        """As `aclose`, where nothing can be awaited."""
+        """Close as `aclose` does, without awaiting."""
         ended, self._ended = self._ended, True
         if not ended and self.on_close is not None:
             self.on_close()
@@ -72,17 +72,21 @@ CUTS = {False: "sequential", True: "joint"}
 
 
 def check_request(
-    request: GenerateRequest, *, joint_cut: bool = False, pictures: bool = False
+    request: GenerateRequest,
+    *,
+    joint_cut: bool = False,
+    pictures: bool = False,
+    vocab_size: int | None = None,
 ) -> None:
     """Raises UserError for an invalid request, or one that wants what the engine does not do: a cut, `pictures`."""
     sampling, name = request.sampling, request.request_id
     if request.media and not pictures:
         raise UserError(f"request {name}: it has pictures, which vllm and sglang alone read")
     prompt = len(request.prompt_ids) - request.continued
-    if sampling.temperature < 0:
-        raise UserError(f"temperature is {sampling.temperature}, want 0 (greedy) or more")
-    if not 0 < sampling.top_p <= 1:
-        raise UserError(f"top_p is {sampling.top_p}, want 0 < top_p <= 1")
+    if sampling.fault:
+        raise UserError(sampling.fault)
+    if vocab_size is not None and (foreign := max(sampling.logit_bias, default=0)) >= vocab_size:
+        raise UserError(f"logit_bias names token {foreign}, the model knows 0 to {vocab_size - 1}")
     if sampling.top_k == 0 or sampling.top_k < -1:
         raise UserError(f"top_k is {sampling.top_k}, want a positive number, or -1 for all")
     if sampling.cuts_twice and sampling.joint_cut != joint_cut:
@@ -123,8 +127,10 @@ class Response:
     logprobs: Float32
     """float32[R]"""
     spans: tuple[VersionSpan, ...]
-    """Over `[0, R)`; neighbours with the same version are merged."""
+    """Version spans over `[0, R)`; neighbours with the same version are merged."""
     finish_reason: str
+    prompt: PromptLogprobs | None = None
+    """None unless the request asked for them."""
 
 
 async def sample(engine: Generator, request: GenerateRequest) -> Response:
@@ -153,18 +159,23 @@ def response_of(deltas: list[GenerateDelta]) -> Response:
         logprobs=np.concatenate([none, *(d.logprobs for d in deltas)]).astype(np.float32),
         spans=tuple(spans),
         finish_reason=deltas[-1].finish_reason if deltas else "abort",
+        prompt=next((delta.prompt for delta in deltas if delta.prompt is not None), None),
     )
 
 
-@asynccontextmanager
-async def closing(
-    stream: AsyncIterator[GenerateDelta],
-) -> AsyncIterator[AsyncIterator[GenerateDelta]]:
+class closing:
     """Close `stream` at the end, if it has `aclose` (the port requires an iterator only)."""
-    try:
-        yield stream
-    finally:
-        close = getattr(stream, "aclose", None)
+
+    __slots__ = ("_stream",)
+
+    def __init__(self, stream: AsyncIterator[GenerateDelta]) -> None:
+        self._stream = stream
+
+    async def __aenter__(self) -> AsyncIterator[GenerateDelta]:
+        return self._stream
+
+    async def __aexit__(self, *_: object) -> None:
+        close = getattr(self._stream, "aclose", None)
         if close is not None:
             await close()
 
@@ -219,7 +230,7 @@ class ExpertRecorder:
         fed, told = sum(map(len, tokens)) - 1, sum(map(len, experts))
         if fed >= len(prompt) and told != fed and delta.finish_reason != "abort":
             raise InfraError(
-                f"request {request.request_id}: the engine tells the experts of {told} of {fed} tokens"
+                f"request {request.request_id}: the engine returned the experts of {told} of {fed} tokens"
             )
 
     def column(self, tokens: Int32, starts: Sequence[int] = (0,)) -> RoutedExperts:
@@ -246,6 +257,6 @@ class ExpertRecorder:
         if not experts:
             return
         made = _Sequence(tokens, np.concatenate(experts))
-        # A sequence that goes on in this one has nothing to add.
+        # A sequence that continues in this one has nothing to add.
         others = [s for s in self._sequences if len(made.known(s.tokens)) < len(s.experts)]
         self._sequences = [*others, made]

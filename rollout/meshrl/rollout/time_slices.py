@@ -19,13 +19,13 @@ from typing import Protocol, runtime_checkable
 from typing_extensions import override
 
 from meshrl.common.device_lease import DeviceLease
-from meshrl.contract.ports import Engine, WeightSink
+from meshrl.contract.ports import Engine, LocatedSink
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""How long an engine waits for a version that was announced; where none is (the trainer died) it goes on at once."""
+"""Seconds that an engine waits for an announced version; without one (the trainer died) it continues at once."""
 
 
 @runtime_checkable
@@ -34,22 +34,22 @@ class SleepingEngine(Engine, Protocol):
 
     @property
     def asleep(self) -> bool:
-        """It holds no memory of the device and samples nothing."""
+        """Whether it has given up the device's memory and samples nothing."""
         ...
 
     async def sleep(self) -> None:
-        """Give up the memory of the device; idempotent. Requests stay and go on after the engine has woken.
+        """Give up the memory of the device; idempotent. Requests stay and continue after the engine has woken.
 
         `commit_weights` wakes the engine with the new version.
         """
         ...
 
     async def wake(self) -> None:
-        """Go on with the version that was served; idempotent. Before the first commit there is none to wake with."""
+        """Continue with the served version; idempotent. Before the first commit there is none to wake with."""
         ...
 
 
-class TimeSlicedEngine(WeightSink):
+class TimeSlicedEngine(LocatedSink):
     """The weight plane's end of a sleeping engine: what it commits to, and what hands the device over."""
 
     def __init__(
@@ -64,6 +64,11 @@ class TimeSlicedEngine(WeightSink):
         self._has_device = asyncio.Event()
         self.turns = 0
         """How often the device was handed over."""
+
+    @property
+    @override
+    def where(self) -> str:
+        return self._engine.where if isinstance(self._engine, LocatedSink) else "the engine"
 
     async def start(self) -> None:
         """Start the engine once the device is free. Raises what the engine's start does."""
@@ -88,7 +93,7 @@ class TimeSlicedEngine(WeightSink):
 
     @override
     async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
-        """An engine that sleeps stages in host memory."""
+        """Stage a version; an engine that sleeps stages it in host memory."""
         await self._engine.stage_weights(manifest, buckets)
 
     async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
@@ -121,7 +126,9 @@ class TimeSlicedEngine(WeightSink):
             await asyncio.gather(committed, idle, return_exceptions=True)
         async with self._turn:
             if not self._has_device.is_set():
-                log.info("the device is free and no version comes: sampling goes on with the last")
+                log.info(
+                    "the device is free and no version comes: sampling continues with the last"
+                )
                 await self._take()
                 await self._engine.wake()
                 self._woken()

@@ -72,7 +72,7 @@ class ChatTokenizer(Tokenizer, Protocol):
 
 @runtime_checkable
 class PictureTokenizer(ChatTokenizer, Protocol):
-    """In addition, for a model that reads pictures."""
+    """In addition, for a vision-language model."""
 
     @property
     def reads_pictures(self) -> bool:
@@ -95,12 +95,12 @@ class PictureTokenizer(ChatTokenizer, Protocol):
 
 
 def reads_pictures(tokenizer: Tokenizer) -> bool:
-    """Whether it is of a model that reads pictures."""
+    """Whether it is of a vision-language model."""
     return isinstance(tokenizer, PictureTokenizer) and tokenizer.reads_pictures
 
 
 def picture_tokenizer(tokenizer: Tokenizer) -> PictureTokenizer:
-    """The tokenizer of a model that reads pictures. Raises UserError for another one."""
+    """The tokenizer of a vision-language model. Raises UserError for another one."""
     if isinstance(tokenizer, PictureTokenizer) and tokenizer.reads_pictures:
         return tokenizer
     raise UserError(NO_PICTURES)

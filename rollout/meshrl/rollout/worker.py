@@ -32,6 +32,7 @@ from meshrl.contract.rows import (
     conversation_column,
     rollout_write,
     row_media_column,
+    text_column,
     times_column,
 )
 from meshrl.contract.stage_worker import (
@@ -75,7 +76,7 @@ from meshrl.rollout.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 FIRST_VERSION_CHECK_S = 0.05
-"""Between two checks of the engine's version before the first commit: the port has no event for it."""
+"""Seconds between two checks of the engine's version before the first commit: the port has no event for it."""
 FIRST_VERSION_REPORT_S = 30.0
 """How often the wait for the first version is logged."""
 
@@ -176,7 +177,7 @@ class RolloutWorker:
 
     def report(self) -> WorkerReport:
         """Its state now; never blocks."""
-        breaker = self.breaker
+        breaker, boxes = self.breaker, self._programs.boxes
         return WorkerReport(
             held=self.held,
             slots=self._slots,
@@ -187,6 +188,8 @@ class RolloutWorker:
             opened=breaker.opened if breaker else 0,
             continued=self.checkpointer.stats.continued if self.checkpointer else 0,
             draining=self._draining.is_set(),
+            boxes=boxes.running if boxes else 0,
+            waits_for=boxes.waits_for if boxes else "",
         )
 
     def drain(self) -> None:
@@ -272,12 +275,14 @@ class RolloutWorker:
         return [task.result() for task in tasks]
 
     def _may_lease(self, held: int) -> int:
-        """How many rows may be leased in addition to the `held` ones: by the engine's cache, breaker and demand."""
+        """How many rows may be leased in addition to the `held` ones: by engine, boxes, breaker and demand."""
         if self._sleeper is not None and self._sleeper.asleep:
             return 0
         if self.breaker is None:  # a sync batch is complete or not leased at all
             return self._slots - held
         limit = max(1, min(self._slots, self._engine.stats().capacity))
+        if (boxes := self._programs.boxes) is not None:
+            limit = min(limit, boxes.most_rows)
         allowed = self.breaker.allows(held, limit)
         demand = self._programs.demand
         return allowed if demand is None else min(allowed, demand)
@@ -314,7 +319,9 @@ class RolloutWorker:
         try:
             program = self._programs.get(row.task.program)
             async with deadline:
-                task = replace(row.task, sampling=sampling)
+                task = row.task
+                if sampling is not task.sampling:
+                    task = replace(task, sampling=sampling)
                 rollout = await program(task, row.uid, engine, self._tokenizer)
         except GiveBackError:
             return Returned(uid=row.uid)
@@ -330,7 +337,7 @@ class RolloutWorker:
         if not rollout.outcome.trainable:
             reason = f"finish reason {rollout.finish_reason!r}"
             return Failure(uid=row.uid, outcome=rollout.outcome, reason=reason)
-        trajectory = replace(rollout.trajectory, replica=self._name)
+        trajectory = rollout.trajectory
         if recorder is not None:
             tokens, starts = trajectory.tokens, [0]
             if PARTS in rollout.columns:
@@ -346,7 +353,10 @@ class RolloutWorker:
             self._engine.version,
             task.prompt_ids,
         )
-        notes: Columns = {ROLLOUT_TIMES: times_column(began, time.time())}
+        notes: Columns = {
+            "replica": text_column(self._name),
+            ROLLOUT_TIMES: times_column(began, time.time()),
+        }
         if rollout.messages:
             notes = {**notes, CONVERSATION: conversation_column(rollout.messages)}
         if rollout.media is not None and rollout.media != task.media:
@@ -363,7 +373,7 @@ class RolloutWorker:
         await never  # until `run`, woken by the event, cancels the loop
 
     def _give_up(self, fault: str) -> None:
-        """Every request fails: a new process may work."""
+        """Give up: every request fails, and a new process may work."""
         self._gone_reason = f"fails every request, the last one with: {fault}"
         self._engine_gone.set()
 

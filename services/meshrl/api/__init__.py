@@ -5,7 +5,7 @@ it is a namespace, whose portions lie in several folders.
 
     run(recipe) ─ starts ─▶ meshrl up, a process of its own ─ writes ─▶ the run's directory ─ read by ─▶ Run
 
-The run goes on when the process that started it ends, and `open_run` finds it again: from another process, after its
+The run continues after the process that started it, and `open_run` finds it again: from another process, after its
 end or in a copy.
 """
 
@@ -70,7 +70,7 @@ class RunStatus:
     samples: int
     """Rows trained."""
     seconds: float
-    """From its first figures to its last ones."""
+    """Seconds from its first figures to its last ones."""
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ class Run:
         return self.status
 
     def stop(self) -> RunStatus:
-        """As Ctrl-C does: end the step, save a checkpoint, drain. The same `run` goes on from there."""
+        """Stop as Ctrl-C does: end the step, save a checkpoint, drain. The same `run` continues from there."""
         pid = self._process.pid if self._process is not None else _holder(self.directory)
         if pid is not None and self.is_running:
             os.kill(pid, signal.SIGINT)
@@ -193,12 +193,12 @@ def run(
 ) -> Run:
     """Train as a recipe says, in processes beside this one; returns when they are started.
 
-    A run that is finished is not started again, and one that was stopped goes on, as with `meshrl up`.
+    A run that is finished is not started again, and one that was stopped continues, as with `meshrl up`.
 
     Args:
         recipe: A YAML file.
         overrides: Keys to values, `{"rollout.n": 16}`, or as on the command line, `["rollout.n=16"]`.
-        accept_changes: Go on with other data, another model, reward, program or seed than the run began with.
+        accept_changes: Continue with other data, another model, reward, program or seed than the run began with.
 
     Raises:
         ConfigError: the recipe would not start; one line per problem.
@@ -245,7 +245,7 @@ def open_run(directory: Path | str | None = None) -> Run:
 
 
 def _words(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """As on the command line."""
+    """Overrides as words of a command line."""
     if not isinstance(overrides, Mapping):
         return list(overrides)
     plain = to_jsonable_python(dict(overrides), fallback=str)
@@ -300,13 +300,13 @@ class RunHistory:
 
     @property
     def seconds(self) -> float:
-        """From its first figures to its last ones, pauses included."""
+        """Seconds from its first figures to its last ones, pauses included."""
         times = self.values(TIME)
         return max(times) - min(times) if times else 0.0
 
     @property
     def samples(self) -> int:
-        """Rows trained; about so many where metrics.jsonl has become too long to have every step."""
+        """Rows trained; an estimate where metrics.jsonl is too long to have every step."""
         rows = self.values("batch/rows")
         return round(sum(rows) / len(rows) * self.steps) if rows else 0
 
@@ -344,18 +344,7 @@ def find_rows(
 ) -> Iterator[Row]:
     """At most `most` rows of the run in `directory`, as `meshrl rows` chooses and orders them.
 
-    Args:
-        directory: The run's.
-        step: `N`, `N-M` or `all`; None is the newest one, all of them with `uid`.
-        held_out: Rows of evaluations instead of trained ones.
-        where: A condition, as in `reward < 0.5 and staleness > 1`.
-        uid: A row (`run/task/index.attempt`, the run may be left out), or the task of several.
-        order: By reward; None is the newest file first.
-        most: No more than so many.
-        per_token: With the columns that have a value for each token.
-
-    Raises:
-        UserError: no such rows are logged there, or the condition is none.
+    Arguments and errors as of `Run.rows`; a `step` is text, and without an `order` the newest file comes first.
     """
     # Imported here, like pyarrow later: a wrong option is answered at once.
     from meshrl.trainer.trajectories.where import condition

@@ -1,8 +1,7 @@
-"""Draws curves: as SVG, which needs no library, as a PNG through matplotlib, and as braille dots on a terminal."""
+"""Draws curves: as SVG, which needs no library, and as braille dots on a terminal."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -117,49 +116,18 @@ def svg(chart: Chart) -> str:
 
 
 def save(charts: Sequence[Chart], path: Path) -> None:
-    """Write charts, one under the other, as `.svg`, or as what matplotlib writes under another ending.
-
-    Raises:
-        UserError: matplotlib is missing, or does not write such files.
-    """
-    if path.suffix == ".svg":
-        inner = "".join(
-            svg(chart).replace("<svg ", f'<svg y="{at * HEIGHT}" ', 1)
-            for at, chart in enumerate(charts)
-        )
-        replace_file(
-            path,
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{len(charts) * HEIGHT}"'
-            f' color="#222"><rect width="100%" height="100%" fill="white"/>{inner}</svg>\n',
-        )
-        return
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UserError(
-            f"{path}: matplotlib is missing (pip install matplotlib); an .svg needs nothing"
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        len(charts), 1, squeeze=False, figsize=(7, 3 * len(charts)), layout="constrained"
+    """Write charts as SVG, one under the other. Raises UserError for a path that does not end in `.svg`."""
+    if path.suffix != ".svg":
+        raise UserError(f"{path}: pictures are drawn as SVG; want a name that ends in .svg")
+    inner = "".join(
+        svg(chart).replace("<svg ", f'<svg y="{at * HEIGHT}" ', 1)
+        for at, chart in enumerate(charts)
     )
-    try:
-        for axis, chart in zip(axes[:, 0], charts, strict=True):
-            for curve in chart.curves:
-                axis.plot(curve.steps, curve.values, label=curve.name)
-            axis.set(title=chart.title, xlabel="step", yscale="log" if chart.log else "linear")
-            axis.grid(alpha=0.3)
-            if len(chart.curves) > 1:
-                axis.legend()
-        made = io.BytesIO()
-        figure.savefig(made, dpi=120, format=path.suffix.removeprefix(".") or "png")
-        replace_file(path, made.getvalue())
-    except ValueError as error:  # no such ending
-        raise UserError(f"{path}: {str(error).splitlines()[0]}") from error
-    finally:
-        pyplot.close(figure)
+    replace_file(
+        path,
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{len(charts) * HEIGHT}"'
+        f' color="#222"><rect width="100%" height="100%" fill="white"/>{inner}</svg>\n',
+    )
 
 
 def braille(chart: Chart, width: int, height: int) -> Iterator[list[tuple[str, str]]]:

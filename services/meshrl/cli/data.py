@@ -1,4 +1,4 @@
-"""`meshrl data`: what stands in a recipe's data files, as training would read it. Imports no torch."""
+"""`meshrl data`: the rows of a recipe's data files, as training would read them. Imports no torch."""
 
 from __future__ import annotations
 

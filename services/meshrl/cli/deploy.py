@@ -224,7 +224,7 @@ def credentials(folder: Path, apart: bool) -> None:
 def _placed(
     recipe: Path, overrides: Sequence[str], assume: Path | None, nodes: int, gpus: int
 ) -> tuple[Recipe, Placement]:
-    """The recipe, checked for so many nodes, and who gets which GPU there. Raises ConfigError."""
+    """The recipe, checked for the nodes, and the placement of its services there. Raises ConfigError."""
     assumed = Assumptions() if assume is None else Written.read(assume, ()).as_config(Assumptions)
     if gpus:
         assumed = assumed.model_copy(update={"gpus": gpus})

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import CompletionItem
 from typing_extensions import override
 
 from meshrl.common.plain_text import counted
@@ -21,7 +19,6 @@ from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, newest_run_dir
 
 F = TypeVar("F", bound=Callable[..., Any])
-Completion: TypeAlias = Callable[[click.Context, click.Parameter, str], list[CompletionItem[Any]]]
 PATH = click.Path(path_type=Path)
 
 
@@ -45,13 +42,6 @@ class _Run(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(str(super().convert(value, param, ctx)))
         return run_at(path) or path
-
-    @override
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem[Any]]:
-        known = [CompletionItem(name) for name in _known() if name.startswith(incomplete)]
-        return known or super().shell_complete(ctx, param, incomplete)
 
 
 RUN = _Run(path_type=Path)
@@ -221,21 +211,7 @@ class RunGroup(click.Group):
 
 def overrides_argument(function: F) -> F:
     """`[KEY=VALUE ...]`."""
-    return click.argument(
-        "overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=completed("overrides")
-    )(function)
-
-
-def completed(name: str) -> Completion:
-    """The function of `meshrl.cli.completion`, which is imported when the tab key is pressed."""
-
-    def complete(
-        context: click.Context, parameter: click.Parameter, incomplete: str
-    ) -> list[CompletionItem[Any]]:
-        function: Completion = getattr(importlib.import_module("meshrl.cli.completion"), name)
-        return function(context, parameter, incomplete)
-
-    return complete
+    return click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(function)
 
 
 def json_option(function: F) -> F:
@@ -262,5 +238,5 @@ def accept_changes_option(function: F) -> F:
         "--accept-changes",
         is_flag=True,
         envvar="MESHRL_ACCEPT_CHANGES",
-        help="Go on with other data, another model, reward, program or seed than the run began with.",
+        help="Continue with other data, another model, reward, program or seed than the run began with.",
     )(function)

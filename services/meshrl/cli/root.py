@@ -58,7 +58,6 @@ KNOWN: Mapping[str, Lazy] = {
     "export": Lazy(f"{COMMANDS}.export:export", "Turn a checkpoint into a Hugging Face directory."),
     "status": Lazy(f"{COMMANDS}.status:status", "How a mesh does, or what its run came to."),
     "runs": Lazy(f"{COMMANDS}.runs:runs", "The runs in a folder, with their figures."),
-    "compare": Lazy(f"{COMMANDS}.runs:compare", "Two runs: figures and recipes beside each other."),
     "report": Lazy(f"{COMMANDS}.report:report", "One HTML file about a run."),
     "plot": Lazy(f"{COMMANDS}.report:plot", "Curves, on the terminal or as a picture."),
     "view": Lazy(f"{COMMANDS}.view:view", "A web page over runs: curves, fleet, flow, rollouts."),
@@ -77,7 +76,6 @@ KNOWN: Mapping[str, Lazy] = {
         f"{COMMANDS}.config:config", "Check, show, explain recipes; make one from verl."
     ),
     "data": Lazy("meshrl.cli.data:data", "Check, show, count the rows of a recipe's data."),
-    "completion": Lazy("meshrl.cli.completion:completion", "What makes the tab key complete."),
 }
 
 

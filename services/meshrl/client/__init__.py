@@ -7,7 +7,8 @@
     worker     async with run.lease("rollout", limit=8) as lease: await lease.write(rows)
     trainer    async for batch in run.batches(groups=4): ...
 
-`meshrl.client.sync` has the same classes without `await`; `meshrl.client.dataset` has an IterableDataset for PyTorch.
+`TrainingClient` trains models on a server by requests of your own. `meshrl.client.sync` has the same classes without
+`await`; `meshrl.client.dataset` has an IterableDataset for PyTorch.
 `Queue.port` is the full port (`meshrl.contract.ports.Queue`) with every operation.
 """
 
@@ -18,6 +19,10 @@ from meshrl.client.batches import (
 )
 from meshrl.client.leases import HeldLease as HeldLease, LeaseLostError as LeaseLostError
 from meshrl.client.queue import Queue as Queue, Run as Run
+from meshrl.client.training import (
+    TrainedModel as TrainedModel,
+    TrainingClient as TrainingClient,
+)
 from meshrl.contract.errors import (
     CapacityError as CapacityError,
     ConflictError as ConflictError,
@@ -34,19 +39,28 @@ from meshrl.contract.types import (
     REFERENCE_STAGE as REFERENCE_STAGE,
     REWARD_STAGE as REWARD_STAGE,
     ROLLOUT_STAGE as ROLLOUT_STAGE,
+    AdamStep as AdamStep,
+    CreateModel as CreateModel,
     LeasedRow as LeasedRow,
     Ledger as Ledger,
+    LoadWeights as LoadWeights,
+    Media as Media,
     Outcome as Outcome,
+    Pass as Pass,
     RowFacts as RowFacts,
     RowWrite as RowWrite,
     RunSpec as RunSpec,
     RunState as RunState,
     SamplingParams as SamplingParams,
+    SaveWeights as SaveWeights,
     Score as Score,
     StageSpec as StageSpec,
     Task as Task,
+    TrainingExample as TrainingExample,
+    TrainingResult as TrainingResult,
     Trajectory as Trajectory,
     Uid as Uid,
+    UnloadModel as UnloadModel,
     Version as Version,
     VersionSpan as VersionSpan,
     Waiting as Waiting,

@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import TracebackType
 from typing import Self
 
 from meshrl.contract.errors import EndOfDataError, UserError
@@ -41,7 +40,7 @@ from meshrl.contract.types import (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """Complete groups with their payload, in the manifest's order. Rows of one group stand together."""
+    """Complete groups with their payload, in the manifest's order. Rows of one group are adjacent."""
 
     epoch: int
     step: int
@@ -245,12 +244,7 @@ class Checkpoint:
         await self._batches.settle()
         return self._batches.step
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             await self._batches.commit(self._batches.step)
 

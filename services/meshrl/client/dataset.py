@@ -27,7 +27,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch.distributed as dist
@@ -142,12 +141,7 @@ class QueueDataset(IterableDataset[TensorBatch]):
         self.open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def open(self) -> None:

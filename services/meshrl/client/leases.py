@@ -15,7 +15,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Final, Self
 
 from meshrl.contract.errors import FencedError, MeshError, UserError
@@ -50,7 +49,7 @@ class HeldLease:
 
     @property
     def rows(self) -> tuple[LeasedRow, ...]:
-        """The granted rows; rows of one group stand together."""
+        """The granted rows; rows of one group are adjacent."""
         return self._granted.rows
 
     @property
@@ -120,7 +119,7 @@ class HeldLease:
     ) -> None:
         """Give one row back as failed. Another worker tries it again, up to the run's `max_attempts`.
 
-        Fewer times if the fault is `lasting`: another try would meet it again (`Queue.fail`).
+        Fewer times if the fault is `lasting`: another try would fail again (`Queue.fail`).
         """
         token = self._held.pop(uid, None)
         if token is not None:
@@ -128,12 +127,7 @@ class HeldLease:
                 uid.run, self._granted.stage, uid, token, outcome, reason, lasting
             )
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             async with asyncio.timeout(GIVE_BACK_S):
                 await self._give_back(error)

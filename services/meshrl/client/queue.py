@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from meshrl.client.batches import Batches, take_over, this_process
@@ -57,8 +55,7 @@ class Queue:
         self._retry_s = patience_s
         self._compression = compression
         self._credential = credential
-        self._port: ports.Queue | None = None
-        self._closing = AsyncExitStack()
+        self._port: QueueClient | None = None
 
     @classmethod
     def connect(
@@ -93,22 +90,24 @@ class Queue:
 
     async def __aenter__(self) -> Self:
         if self._port is None:
-            opening = connected(self._address, self._retry_s, self._compression, self._credential)
-            self._port = await self._closing.enter_async_context(opening)
+            require_no_fork()
+            self._port = QueueClient(
+                self._address,
+                retry_s=self._retry_s,
+                compression=self._compression,
+                credential=self._credential,
+            )
+            _clients.add(self._port)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     async def close(self) -> None:
         """Close the connection. Idempotent."""
-        self._port = None
-        await self._closing.aclose()
+        port, self._port = self._port, None
+        if port is not None:
+            await port.close()
 
     async def open_run(self, spec: RunSpec) -> Run:
         """Declare a run. Idempotent. Raises ConflictError, naming the field, if it exists with another spec."""
@@ -264,23 +263,3 @@ def require_no_fork() -> None:
             f"process {os.getpid()} was forked from one with a queue connection, and gRPC does not survive that:"
             ' start it with "spawn" or "forkserver", or close and drop the connection before the fork'
         )
-
-
-@asynccontextmanager
-async def connected(
-    address: str,
-    retry_s: float,
-    compression: Mode,
-    credential: Credential | None = None,
-) -> AsyncIterator[QueueClient]:
-    """The queue at `address`."""
-    require_no_fork()
-    client = QueueClient(
-        address,
-        retry_s=retry_s,
-        compression=compression,
-        credential=credential,
-    )
-    _clients.add(client)
-    async with client:
-        yield client

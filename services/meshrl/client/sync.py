@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from meshrl.client.batches import Batches as AsyncBatches
@@ -22,8 +21,12 @@ from meshrl.client.leases import HeldLease as AsyncHeldLease
 from meshrl.client.queue import DAY_S, RETRY_S
 from meshrl.client.queue import Queue as AsyncQueue
 from meshrl.client.queue import Run as AsyncRun
+from meshrl.client.training import ANSWER_WAIT_S, PATIENCE_S
+from meshrl.client.training import TrainedModel as AsyncTrainedModel
+from meshrl.client.training import TrainingClient as AsyncTrainingClient
 from meshrl.contract.codec.bulk import Mode
 from meshrl.contract.types import (
+    CreateModel,
     DeadLetter,
     LeasedRow,
     Ledger,
@@ -32,6 +35,8 @@ from meshrl.contract.types import (
     RunSpec,
     RunState,
     Task,
+    TrainingResult,
+    TrainingVerb,
     Uid,
     Version,
     Waiting,
@@ -115,12 +120,7 @@ class Checkpoint:
         """Returns the optimizer steps that the checkpoint will hold: the value for `step=` on resume."""
         return self._thread.call(self._wrapped.__aenter__())
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._thread.call(self._wrapped.__aexit__(kind, error, trace))
 
 
@@ -133,7 +133,7 @@ class HeldLease:
 
     @property
     def rows(self) -> tuple[LeasedRow, ...]:
-        """The granted rows; rows of one group stand together."""
+        """The granted rows; rows of one group are adjacent."""
         return self._wrapped.rows
 
     @property
@@ -165,16 +165,11 @@ class HeldLease:
     ) -> None:
         """Give one row back as failed. Another worker tries it again, up to the run's `max_attempts`.
 
-        Fewer times if the fault is `lasting`: another try would meet it again (`Queue.fail`).
+        Fewer times if the fault is `lasting`: another try would fail again (`Queue.fail`).
         """
         self._thread.call(self._wrapped.fail(uid, reason, outcome=outcome, lasting=lasting))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._thread.call(self._wrapped.__aexit__(kind, error, trace))
 
 
@@ -218,14 +213,9 @@ class Queue:
         self._thread.call(self._wrapped.__aenter__())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         try:
-            self._thread.call(self._wrapped.__aexit__(kind, error, trace))
+            self._thread.call(self._wrapped.__aexit__(*raised))
         finally:
             self._thread.close()
 
@@ -355,3 +345,79 @@ class Run:
     def replay(self, uids: Sequence[Uid]) -> int:
         """Admit dead-lettered rows again as new attempts; returns how many."""
         return self._thread.call(self._wrapped.replay(uids))
+
+
+class TrainingClient:
+    """A server that trains models for callers. What it has accepted survives its death, and is done once."""
+
+    def __init__(self, wrapped: AsyncTrainingClient, thread: EventLoopThread) -> None:
+        self._wrapped = wrapped
+        self._thread = thread
+
+    @classmethod
+    def connect(
+        cls, address: str, *, patience_s: float = PATIENCE_S, credential: str | Path | None = None
+    ) -> Self:
+        """A server to enter with `with`. Arguments and errors as of `Queue.connect`."""
+        return cls(
+            AsyncTrainingClient.connect(address, patience_s=patience_s, credential=credential),
+            EventLoopThread(),
+        )
+
+    def __enter__(self) -> Self:
+        self._thread.call(self._wrapped.__aenter__())
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            self._thread.call(self._wrapped.__aexit__(*raised))
+        finally:
+            self._thread.close()
+
+    def close(self) -> None:
+        """Close the connection. Idempotent. Models stay."""
+        try:
+            self._thread.call(self._wrapped.close())
+        finally:
+            self._thread.close()
+
+    def create(self, verb: CreateModel, *, name: str = "") -> TrainedModel:
+        """A new model, with a name of its own by default. Raises UserError, BusyError."""
+        return TrainedModel(self._thread.call(self._wrapped.create(verb, name=name)), self._thread)
+
+    def model(self, name: str, *, next_number: int) -> TrainedModel:
+        """A model that another program has left, whose next request is `next_number`."""
+        return TrainedModel(self._wrapped.model(name, next_number=next_number), self._thread)
+
+
+class TrainedModel:
+    """One model on the server. Its requests are done in the order in which they are submitted."""
+
+    def __init__(self, wrapped: AsyncTrainedModel, thread: EventLoopThread) -> None:
+        self._wrapped = wrapped
+        self._thread = thread
+
+    @property
+    def name(self) -> str:
+        """The model's name, as in the paths of its checkpoints."""
+        return self._wrapped.name
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next request: with it another program can continue."""
+        return self._wrapped.next_number
+
+    def submit(self, verb: TrainingVerb) -> int:
+        """Have a request accepted, durably; returns its number. Raises UserError, BusyError, CapacityError."""
+        return self._thread.call(self._wrapped.submit(verb))
+
+    def result(self, number: int, *, wait_s: float = ANSWER_WAIT_S) -> TrainingResult:
+        """The answer to a request, the same whenever it is asked for.
+
+        Raises UserError or InfraError for a request that failed; WaitTimeoutError, NotFoundError.
+        """
+        return self._thread.call(self._wrapped.result(number, wait_s=wait_s))
+
+    def ask(self, verb: TrainingVerb, *, wait_s: float = ANSWER_WAIT_S) -> TrainingResult:
+        """`submit` and `result`."""
+        return self._thread.call(self._wrapped.ask(verb, wait_s=wait_s))

@@ -1,8 +1,8 @@
-"""The changes of a recipe, and of the files that it names, that a run may go on with.
+"""The changes of a recipe, and of the files that it names, that a run may continue with.
 
-`changes` is a pure function of the recipe of before and the one of now. What is told may change, what bends makes the
-rest another run than its beginning, and the queue or the checkpoints hold what cannot change. Whatever is not listed
-here is told.
+`changes` is a pure function of the old recipe and the new one. A reported key may change, a bending one makes the
+rest another run than its beginning, and queue or checkpoints hold what cannot change. A key that is not listed
+here is reported.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BENDS = (
 BENDS_NOT = ("data.max_response_length",)
 """Exceptions in those sections."""
 HELD_BY_QUEUE = ("run.name", "queue.store", "queue.redis_prefix")
-"""Beside whatever the specs of its runs are made from."""
+"""Keys that the queue holds, besides those in the specs of its runs."""
 ADAPTER = (
     "model.lora_rank",
     "model.lora_alpha",
@@ -60,13 +60,13 @@ HELD_BY_CHECKPOINTS = (
     "actor.optim.name",
     "critic.optim.name",
 )
-"""Beside the adapter, and the models that the algorithm trains with the policy."""
+"""Keys that checkpoints hold, besides the adapter and the models that the algorithm trains."""
 ELSEWHERE = ("run.dir", "placement.machines", "weights.host")
 """Keys that say where a run is, which changes from start to start."""
 
 
 class Effect(StrEnum):
-    """The effect of a change on a run that goes on."""
+    """The effect of a change on a run that continues."""
 
     TOLD = "told"
     BENDS = "bends"
@@ -82,7 +82,7 @@ class Change:
 
     key: str
     before: Any
-    """As in JSON; None where the key was not there."""
+    """The JSON value; None for a new key."""
     now: Any
     effect: Effect
 
@@ -221,7 +221,7 @@ class Mark:
 
     @property
     def name(self) -> str:
-        """Without its folder."""
+        """The file's name, without its folder."""
         return Path(self.path).name
 
 
@@ -275,7 +275,7 @@ def _files_of(recipe: Recipe) -> Iterator[tuple[str, list[Path]]]:
         else:
             modules[f"reward.functions.{number}.name"] = function.name
     if recipe.data.reasoning_gym is not None and (package := _source(PACKAGE)) is not None:
-        yield "data.reasoning_gym", [package]  # its version stands there
+        yield "data.reasoning_gym", [package]  # its version is there
     for key, module in modules.items():
         if module and "." in module and (source := _source(module)) is not None:
             yield key, [source]

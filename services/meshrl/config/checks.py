@@ -1,6 +1,6 @@
 """Every check of a recipe, section by section, and what only several sections together can tell.
 
-What one section can tell stands beside it: `checks.py` of trainer and rewardd, `check_rollout`, `check_stages`, and
+Checks of one section are beside it: `checks.py` of trainer and rewardd, `check_rollout`, `check_stages`, and
 `check` in the configurations of queue and weights. Each check yields the key to change and one sentence. None runs a
 user's file; transformers makes a tokenizer, with torch, where it must, and a verifiers environment is loaded by
 its own Python.
@@ -17,12 +17,20 @@ from operator import attrgetter
 from typing import Any, TypeGuard
 
 from meshrl.common import plugins
+from meshrl.common.chat_templates import drops_thoughts, rendered
 from meshrl.common.checks import Loc, Problem, dotted
 from meshrl.config.device_defaults import hints
 from meshrl.config.machine import ThisMachine
-from meshrl.config.picture_checks import check_pictures
+from meshrl.config.picture_checks import PICTURE_ENGINES, check_pictures
 from meshrl.config.placement import place
-from meshrl.config.recipe import Recipe, algorithm_needs, posts_rewards, trains_each_branch
+from meshrl.config.recipe import (
+    Recipe,
+    algorithm_needs,
+    posts_rewards,
+    session_options,
+    trains_each_branch,
+    uses_gateway,
+)
 from meshrl.config.stages import check_stages, vocabulary
 from meshrl.config.weights import CARRIERS, LIBRARIES
 from meshrl.contract.errors import ConfigError, UserError
@@ -37,6 +45,7 @@ from meshrl.trainer.algorithms.options import ADVANTAGES, LOSSES
 from meshrl.trainer.algorithms.recipe_defaults import homes
 from meshrl.trainer.checks import (
     DataUse,
+    check_after_checkpoint,
     check_checkpoint,
     check_data,
     check_experts,
@@ -96,17 +105,19 @@ def _every(
         tokenizer=tokenizer,
         vocabulary=known,
         # Where nothing is known of the model, a column of pictures is no fault.
-        pictures=pictures or not config,
+        pictures=(pictures and recipe.rollout.name in PICTURE_ENGINES) or not config,
         own_answers=algorithm_needs(recipe).data_answers,
         unusable=partial(unusable, recipe),
         test_freq=recipe.trainer.test_freq,
     )
     right = True
     for problem in chain(
+        _one_rank(recipe),
         _names(recipe),
         of_model,
         check_data(recipe.data, data_use, machine),
         check_parallel(recipe.trainer, recipe.model, machine),
+        check_after_checkpoint(recipe.trainer),
         check_experts(recipe.actor, recipe.model, machine),
         check_rollout(recipe.rollout, machine, recipe.model.path, tries=sections is None),
         check_reward(recipe.reward, machine, recipe.model.path),
@@ -116,6 +127,7 @@ def _every(
         _sizes(recipe, machine),
         _models(recipe, machine),
         _routing_replay(recipe, machine),
+        _sampling(recipe, machine),
         check_pictures(recipe, machine) if pictures else (),
         _served_adapters(recipe),
         _lent_memory(recipe),
@@ -162,6 +174,7 @@ def warnings(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     tokenizer, known = machine.tokenizer(recipe.tokenizer_dir), vocabulary(recipe, machine)
     if tokenizer is not None and 0 < known < len(tokenizer):
         yield ("model", "path"), f"model.path: {_too_many(recipe, tokenizer, known)}"
+    yield from _thoughts(recipe, tokenizer)
     trained = {"actor": recipe.actor.optim}
     if algorithm_needs(recipe).critic:
         trained["critic"] = recipe.critic.optim
@@ -177,6 +190,39 @@ def warnings(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
             ("queue", "lease_ttl_s"),
             f"queue.lease_ttl_s: {workers} workers would renew their leases {renewals:.0f} times a second at the"
             f" queue, which answers some 700 calls; want {calm}",
+        )
+
+
+def _thoughts(recipe: Recipe, tokenizer: PromptTokenizer | None) -> Iterator[Problem]:
+    """Rows of agents whose chat template shows another history than the row has."""
+    if not uses_gateway(recipe) or tokenizer is None:
+        return
+    if not tokenizer.chat_template:
+        yield (
+            ("rollout", "program"),
+            "rollout.program: the tokenizer has no chat template, so all that agents ask in messages is refused",
+        )
+    if trains_each_branch(recipe):
+        return
+    settings = {**recipe.data.apply_chat_template_kwargs, "add_generation_prompt": False}
+    roles = drops_thoughts(lambda messages: rendered(tokenizer, messages, **settings))
+    if roles:
+        before = " and ".join(sorted(roles, reverse=True))
+        yield (
+            ("rollout", "program_options"),
+            "rollout.program_options: the chat template leaves the thoughts of earlier turns out before a"
+            f" message of {before}, and rows keep them; branch: each (verifiers have it under session) trains"
+            " each turn behind what it is shown",
+        )
+
+
+def _one_rank(recipe: Recipe) -> Iterator[Problem]:
+    """Several ranks of a server of callers' models."""
+    if recipe.tinker is not None and recipe.trainer.ranks > 1:
+        yield (
+            ("tinker",),
+            f"tinker: trainer.nproc and nnodes make {recipe.trainer.ranks} ranks, and models of callers are"
+            " trained by one so far; want 1",
         )
 
 
@@ -289,7 +335,7 @@ def _models(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
 
 
 def _vocabulary(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
-    """That the reference means the same by a token id as the policy: it is asked for the policy's tokens."""
+    """Check that policy and reference share a vocabulary: the reference scores the policy's token ids."""
     path, own = recipe.reference.path, recipe.tokenizer_dir
     at: Loc = ("reference", "path")
     teaches = recipe.algorithm.distillation.weight > 0
@@ -347,14 +393,19 @@ def _routing_replay(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     if recipe.model.use_torch_compile:
         yield (
             ("model", "use_torch_compile"),
-            f"model.use_torch_compile: routers of compiled layers are told nothing by {key}; want one of the two",
+            f"model.use_torch_compile: routers of compiled layers ignore {key}; want one of the two",
+        )
+    if recipe.rollout.engine.get("speculative") is not None:
+        yield (
+            ("rollout", "engine", "speculative"),
+            f"rollout.engine.speculative: {key} wants the experts of tokens, not of guesses; want one of the two",
         )
 
 
 def _served_adapters(recipe: Recipe) -> Iterator[Problem]:
     """An engine that serves adapters gets adapters, and as large ones as it has room for."""
     most, rank = recipe.rollout.engine.get("max_lora_rank"), recipe.model.lora_rank
-    if not isinstance(most, int) or not most:
+    if not isinstance(most, int) or not most or recipe.tinker is not None:
         return
     if not rank:
         says = "whole weights: want model.lora_rank, or no max_lora_rank"
@@ -381,7 +432,7 @@ def _lent_memory(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _evaluated(recipe: Recipe) -> Iterator[Problem]:
-    """That tasks of reasoning-gym are scored, and in which isolation a reward evaluates what the policy wrote."""
+    """Check that tasks of reasoning-gym are scored, and how a reward that evaluates responses is isolated."""
     gym = recipe.data.reasoning_gym
     if gym is None:
         return
@@ -427,20 +478,63 @@ def _algorithm(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def _sampling(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
+    """Training rows of another distribution than the trainer computes, uncorrected; tokens that the model lacks."""
+    rollout, known = recipe.rollout, vocabulary(recipe, machine)
+    for at, distribution in (
+        (("rollout",), rollout),
+        (("rollout", "val_kwargs"), rollout.val_kwargs),
+    ):
+        if 0 < known <= (foreign := max(distribution.logit_bias, default=0)):
+            yield (
+                (*at, "logit_bias"),
+                f"{dotted(at)}.logit_bias: token {foreign}, and the model knows 0 to {known - 1}",
+            )
+    if _takes_any_distribution(recipe):
+        return
+    for key, off in (("min_p", 0.0), ("repetition_penalty", 1.0), ("logit_bias", {})):
+        if (value := getattr(rollout, key)) != off:
+            yield (
+                ("rollout", key),
+                f"rollout.{key}: {value}, and the loss would take the trainer's log-probs, which are of the"
+                f" distribution without it, for those that were sampled with; want {off}, or"
+                " algorithm.rollout_correction.rollout_is: token",
+            )
+    if uses_gateway(recipe) and session_options(recipe).get("client_sampling"):
+        yield (
+            ("rollout", "program_options", "client_sampling"),
+            "rollout.program_options.client_sampling: clients choose other distributions than the trainer's, and"
+            " nothing corrects it; want false, or algorithm.rollout_correction.rollout_is: token",
+        )
+
+
+def _takes_any_distribution(recipe: Recipe) -> bool:
+    """Whether the loss divides by, or weighs with, the log-probs that tokens were sampled with."""
+    algorithm, on_policy = recipe.algorithm, recipe.queue.max_staleness == 0
+    try:
+        old = algorithm_rules.rollout_is_old(algorithm, recipe.actor, on_policy=on_policy)
+    except ConfigError:
+        return True  # told as a problem of the correction
+    weighs = algorithm.rollout_correction.rollout_is is not None
+    return old or weighs or algorithm_needs(recipe).data_answers
+
+
 def _each_branch(recipe: Recipe) -> Iterator[Problem]:
     """Parts that read a row as one sequence, and so cannot read one of several branches."""
-    needs, key = algorithm_needs(recipe), "rollout.program_options.branch"
+    needs, name = algorithm_needs(recipe), recipe.algorithm.adv_estimator
+    seats = session_options(recipe).get("branch") != "each"
+    key = "rollout.program: seats" if seats else "rollout.program_options.branch: each"
     for wrong, what in (
-        (needs.reference, "a reference (actor.use_kl_loss, algorithm.use_kl_in_reward, a teacher)"),
-        (needs.critic or needs.implicit_reward, "a model beside the policy"),
+        (seats and needs.greedy, f"algorithm.adv_estimator {name}"),
+        (needs.implicit_reward, "the reward model of algorithm.prime"),
         (needs.whole_groups, f"the loss {recipe.actor.policy_loss.loss_mode}"),
         (recipe.algorithm.use_pf_ppo, "algorithm.use_pf_ppo"),
         (recipe.reward.token_rewards, "reward.token_rewards"),
     ):
         if wrong:
             yield (
-                ("rollout", "program_options"),
-                f"{key}: each, and {what} reads a row as one sequence; want another branch, or none of it",
+                ("rollout", "program" if seats else "program_options"),
+                f"{key}, and {what} reads a row as one sequence; want another, or none of it",
             )
 
 

@@ -1,7 +1,7 @@
 """Defaults that follow from the device: what a recipe leaves unsaid means another thing on a GPU than on a CPU.
 
 A pure function of the recipe, the machine and what the run had before. What a recipe names stays as it is, and on a
-machine without GPUs so does everything else, except that a run goes on with the types it began with.
+machine without GPUs so does everything else, except that a run continues with the types it began with.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _with_engine(recipe: Recipe, machine: ThisMachine) -> Recipe:
 
 
 def _types_before(recipe: Recipe, machine: ThisMachine) -> Mapping[str, Any]:
-    """`param_dtype` and `dtype` of the run that this one goes on with; none for one that begins."""
+    """`param_dtype` and `dtype` of the run that this one continues with; none for one that begins."""
     names = machine.names(recipe.checkpoint_dir)
     if recipe.trainer.resume_mode != "auto" or not any(n.startswith("step-") for n in names):
         return {}

@@ -76,6 +76,7 @@ DROPPED_KEYS: Final[Mapping[Loc, Dropped]] = {
     ),
     ("queue", "grow_bytes"): Dropped(256 << 20, "the disk store grows by itself"),
     ("queue", "local_socket"): Dropped(True, "payload always travels over gRPC"),
+    ("queue", "logprob_precision"): Dropped("fp32", "log-probs are float32"),
     ("queue", "memory_bytes"): Dropped(0, "the memory store keeps all payload in RAM"),
     ("queue", "quota"): Dropped(
         {
@@ -117,6 +118,9 @@ DROPPED_KEYS: Final[Mapping[Loc, Dropped]] = {
     ("reward", "rows_per_call"): Dropped(16, "16 rows a call"),
     ("reward", "slots"): Dropped(256, "256 rows at once"),
     ("reward", "start_deadline_s"): Dropped(60.0, "60 s"),
+    ("reward", "wheelhouse"): Dropped(
+        None, "dependencies of submitted functions are installed beside the reward service"
+    ),
     ("rollout", "breaker"): Dropped(
         {"error_rate": 0.5, "window": 20, "pause_s": 0.5, "longest_pause_s": 30.0},
         "half of 20 requests, and pauses of 0.5 to 30 s",

@@ -42,7 +42,7 @@ class Key:
 
     @property
     def dotted(self) -> str:
-        """As a person writes it."""
+        """The key with dots, as in an override."""
         return ".".join(self.path)
 
     @property
@@ -244,7 +244,7 @@ WRITTEN_BY_US = frozenset({"value_error", "assertion_error"})
 
 
 MOST_TOLD: Final = 100
-"""Problems of one file that are told: each costs a search for the key that was meant."""
+"""Problems of one file that are reported: each costs a search for the key that was meant."""
 
 
 def problems(
@@ -338,7 +338,7 @@ def _given(value: Any) -> str:
 
 
 def booleans_as_numbers(model: type[Config], tree: Any, at: Loc = ()) -> Iterator[tuple[Loc, str]]:
-    """Places where `true` or `false` stands for a number: pydantic would read 1 and 0."""
+    """Places with `true` or `false` instead of a number: pydantic would read 1 and 0."""
     if isinstance(tree, Mapping):
         children: Sequence[tuple[Any, Any]] = list(tree.items())
     elif isinstance(tree, list):

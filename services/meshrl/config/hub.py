@@ -68,7 +68,7 @@ class Repository:
 
     @property
     def kind(self) -> str:
-        """As the hub calls it."""
+        """The hub's name of its kind."""
         return "dataset" if self.dataset else "model"
 
     @property
@@ -77,6 +77,24 @@ class Repository:
         kind = " --repo-type dataset" if self.dataset else ""
         revision = f" --revision {self.revision}" if self.revision else ""
         return f"hf download {self.name}{kind}{revision}"
+
+
+def upload(folder: Path, name: str, message: str) -> None:
+    """Commit a folder to a model of the hub, with the token that HF_TOKEN or `hf auth login` gives.
+
+    Raises:
+        UserError: the hub cannot be reached, or refuses it.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    api = HfApi()
+    try:
+        api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(folder_path=folder, repo_id=name, commit_message=message)
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{name}: not uploaded, {folder} is complete: {reason}") from error
 
 
 def with_local_paths(
@@ -89,7 +107,7 @@ def with_local_paths(
 
     Args:
         tree: The recipe.
-        origins: Where each key stands.
+        origins: The place of each key.
         machine: What is a path there is no name.
         sections: Only what these name; None: all of it.
 
@@ -186,7 +204,7 @@ def _files(repository: Repository, words: Sequence[str]) -> list[Path]:
 
 
 def _has(name: str, word: str) -> bool:
-    """True where a word stands by itself in a file's name or in that of its folder."""
+    """Whether a file's name, or its folder's, has the word by itself."""
     path = PurePosixPath(name)
     return word in re.split(r"[^a-z0-9]+", f"{path.parent.name}/{path.stem}".lower())
 

@@ -25,6 +25,7 @@ from meshrl.config.explain import booleans_as_numbers, in_order, origin_of, prob
 from meshrl.config.hub import with_local_paths
 from meshrl.config.machine import ThisMachine
 from meshrl.config.recipe import Recipe
+from meshrl.config.stages import TINKER, service_kind
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms import recipe_defaults
 from meshrl.transferqueue.several_processes import refusal
@@ -94,7 +95,7 @@ def load_recipe(
     Args:
         path: A YAML file.
         overrides: `a.b=c` with `c` in YAML; `+a.b=c` and `++a.b=c` say the same.
-        check: Also check what no single key can tell: what stands in files, names, options, packages, sizes that must
+        check: Also check what no single key can tell: contents of files, names, options, packages, sizes that must
             fit together.
         sections: Check these sections only: the machine of the queue need not have the model. What they are may
             depend on the recipe.
@@ -115,6 +116,8 @@ def load_recipe(
     written = written.with_algorithm().with_correction()
     recipe = with_device_defaults(written.as_config(Recipe), machine)
     checked = sections(recipe) if callable(sections) else sections
+    if checked is None and recipe.tinker is not None:
+        checked = service_kind(recipe, TINKER).sections
     local = with_local_paths(written.tree, written.origins, machine, checked) if hub else {}
     if local and local != written.tree:
         written = Written(local, written.origins)
@@ -133,7 +136,7 @@ def load_recipe(
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A recipe as it was written: its tree, and where each key stands."""
+    """A recipe as it was written: its tree, and the place of each key."""
 
     tree: dict[str, Any]
     origins: dict[Loc, str]
@@ -344,7 +347,7 @@ def _lines(node: yaml.Node, at: Loc = ()) -> Iterator[tuple[Loc, int]]:
 
 
 def _twice(node: yaml.Node, at: Loc = ()) -> Iterator[tuple[str, int]]:
-    """Keys that stand twice in one section: YAML would silently keep the last."""
+    """Keys that occur twice in one section: YAML would silently keep the last."""
     if isinstance(node, yaml.MappingNode):
         seen: set[Hashable] = set()
         for key, value in node.value:

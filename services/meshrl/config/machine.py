@@ -38,7 +38,7 @@ NO_GPU = "no GPU"
 LFS = b"version https://git-lfs"
 """The beginning of what git has of a large file that was not fetched."""
 _NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")
-"""As PCI numbers the maker, and the classes of its GPUs."""
+"""PCI's numbers of the maker, and of the classes of its GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Gpu:
     """One device."""
 
     id: str
-    """As CUDA_VISIBLE_DEVICES names it."""
+    """The device's name for CUDA_VISIBLE_DEVICES."""
     name: str = ""
     memory: int = 0
     """In bytes; 0: not known."""
@@ -160,11 +160,11 @@ class ThisMachine(Machine):
     """The machine of this process."""
 
     elsewhere = False
-    """It is another one, of which only what is assumed is known, and which has what a recipe names."""
+    """Whether it is assumed: only the given facts are known, and files that a recipe names exist."""
 
     @property
     def gpus(self) -> int:
-        """As CUDA would count them, without asking it."""
+        """The number of GPUs that CUDA would find, without asking it."""
         return len(self.devices)
 
     @property
@@ -259,7 +259,7 @@ class ThisMachine(Machine):
         return file_rows([path], reader)
 
     def known(self, path: Path) -> bool:
-        """Whether what stands in a file or directory can be told."""
+        """Whether the content of a file or directory is known."""
         return True
 
     def tokenizer(self, directory: Path) -> PromptTokenizer | None:
@@ -363,7 +363,7 @@ class AssumedMachine(ThisMachine):
 
     @property
     def devices(self) -> tuple[Gpu, ...]:
-        """As assumed, else those of this machine."""
+        """The assumed GPUs, else those of this machine."""
         assumed = self._assumed
         if assumed.gpus is None:
             return () if self.elsewhere else super().devices
@@ -379,39 +379,39 @@ class AssumedMachine(ThisMachine):
 
     @property
     def bus_order(self) -> bool:
-        """As on the machine itself, with all its GPUs to see."""
+        """Whether the devices are numbered by the bus: always for assumed GPUs, else as on this machine."""
         return self._assumed.gpus is not None or super().bus_order
 
     def installed(self, package: str) -> bool:
-        """As assumed, else as here or needed."""
+        """Whether a package is installed: as assumed, else true on another machine, else as here."""
         given = self._assumed.packages.get(package)
         return self.elsewhere or super().installed(package) if given is None else given
 
     def told_of(self, package: str) -> bool:
-        """As assumed, else as here."""
+        """Whether a package is known to be installed: as assumed, else by this machine."""
         given = self._assumed.packages.get(package)
         return not self.elsewhere and super().installed(package) if given is None else given
 
     def program(self, name: str) -> bool:
-        """As assumed, else as here or needed."""
+        """Whether a program exists: as assumed, else true on another machine, else as here."""
         given = self._assumed.programs.get(name)
         return self.elsewhere or super().program(name) if given is None else given
 
     def tried(self, command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:
-        """Nothing of a program that is assumed; else as here."""
+        """The output of a program here; empty for an assumed one."""
         assumed = self.elsewhere or command[0] in self._assumed.programs
         return "" if assumed else super().tried(command, env, timeout_s)
 
     @property
     def no_sandbox(self) -> str:
-        """As the program `bwrap` is assumed, else as here."""
+        """Why there is no strict sandbox: by the assumption about `bwrap`, else by this machine."""
         given = self._assumed.programs.get("bwrap")
         if given is None:
             return "" if self.elsewhere else super().no_sandbox
         return "" if given else "there is no bwrap on PATH"
 
     def exists(self, path: Path) -> bool:
-        """As assumed, else as here or needed."""
+        """Whether a path exists: as assumed, else true on another machine, else as here."""
         named = path in self._assumed.models or self.is_file(path)
         return named or self.elsewhere or super().exists(path)
 
@@ -422,7 +422,7 @@ class AssumedMachine(ThisMachine):
         return named or not self.elsewhere or super().exists(path)
 
     def is_file(self, path: Path) -> bool:
-        """As assumed, else as here."""
+        """Whether a path is a file: as assumed, else as here."""
         assumed = self._assumed
         if not self.known(path):  # a model's directory may have a point in its name: Qwen2.5-7B
             return path.suffix[1:].isalpha()
@@ -437,14 +437,14 @@ class AssumedMachine(ThisMachine):
         return [*(p.name for p in given if p.parent == directory), *super().names(directory)]
 
     def text(self, path: Path) -> str:
-        """As assumed, else as here."""
+        """The text of a file: as assumed, else of the file here."""
         assumed = self._assumed
         if path.name == "config.json" and path.parent in assumed.models:
             return json.dumps(assumed.models[path.parent])
         return assumed.files[path] if path in assumed.files else super().text(path)
 
     def rows(self, path: Path, reader: str | None) -> Iterator[FileRow]:
-        """As assumed, else those of the file."""
+        """The assumed rows, else those of the file."""
         rows = self._assumed.rows.get(path)
         if rows is None:
             return super().rows(path, reader)
@@ -452,14 +452,14 @@ class AssumedMachine(ThisMachine):
         return (FileRow(f"{path}:{number}", row) for number, row in numbered)
 
     def tokenizer(self, directory: Path) -> PromptTokenizer | None:
-        """Not told of an assumed model."""
+        """The checkpoint's tokenizer; None for an assumed model."""
         told = self.known(directory) and directory not in self._assumed.models
         return super().tokenizer(directory) if told else None
 
     def tensors(self, model: Path) -> Mapping[str, tuple[int, ...]] | None:
-        """Not told of an assumed model."""
+        """The checkpoint's tensors; None for an assumed model."""
         return None if model in self._assumed.models else super().tensors(model)
 
     def shapes(self, file: Path) -> Mapping[str, tuple[int, ...]]:
-        """Not told of an assumed model."""
+        """The file's tensors; none for an assumed model."""
         return {} if file.parent in self._assumed.models else super().shapes(file)

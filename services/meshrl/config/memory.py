@@ -42,7 +42,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape | None:
-        """None where config.json names its sizes in other words. What reads pictures is left out."""
+        """None where config.json names its sizes in other words. The vision tower is left out."""
         config = {**config, **(config.get("text_config") or {})}
         try:
             hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -85,8 +85,9 @@ class ModelShape:
 
     def attention_copies(self, tokens: int, element: int) -> int:
         """Bytes of what attention keeps of tokens that are laid once and read by several rows."""
-        width = 2 * self.head_dim * (self.heads + self.key_value_heads)
-        return (ROWS_PER_LAID - 1) * tokens * element * width
+        whole = self.heads + self.key_value_heads  # rows of which less than half is shared
+        width = max(whole, (ROWS_PER_LAID - 1) * self.key_value_heads)
+        return tokens * element * 2 * self.head_dim * width
 
     def cache(self, tokens: int) -> int:
         """Keys and values in 16 bits."""

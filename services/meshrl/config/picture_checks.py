@@ -1,4 +1,4 @@
-"""Checks of a recipe whose model reads pictures: parts that read text only, models that read otherwise."""
+"""Checks of a recipe with a vision-language model: parts for text only, and unsupported models."""
 
 from __future__ import annotations
 
@@ -8,29 +8,24 @@ from typing import Any
 
 from meshrl.common.checks import Problem
 from meshrl.config.machine import ThisMachine
-from meshrl.config.recipe import Recipe, algorithm_needs
+from meshrl.config.recipe import Recipe, algorithm_needs, session_options
 
 PICTURE_ENGINES = ("vllm", "sglang")
+"""Others are given rows of text only, whatever the model reads."""
 PICTURE_PROGRAMS = ("single_turn", "tools", "user", "openai")
 """Built-in programs that hand a task's pictures to the engine."""
 PICTURE_PACKAGES = {"PIL": "pillow", "msgpack": "msgpack"}
 
 
 def check_pictures(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
-    """Parts that read text only, of a recipe whose model reads pictures, and packages that it lacks."""
-    if recipe.rollout.name not in PICTURE_ENGINES:
-        yield (
-            ("rollout", "name"),
-            f"rollout.name: {recipe.rollout.name} reads text only, and {recipe.model.path} reads pictures; want"
-            f" {' or '.join(PICTURE_ENGINES)}",
-        )
-    program = recipe.rollout.program
-    if program not in PICTURE_PROGRAMS and "." not in program:
+    """Parts that read text only, of a recipe with a vision-language model, and packages that it lacks."""
+    program, seen = recipe.rollout.program, recipe.rollout.name in PICTURE_ENGINES
+    if seen and program not in PICTURE_PROGRAMS and "." not in program:
         yield (
             ("rollout", "program"),
             f"rollout.program: {program} loses the pictures of a prompt; want {', '.join(PICTURE_PROGRAMS)}",
         )
-    if recipe.rollout.program_options.get("branch") == "each":
+    if seen and session_options(recipe).get("branch") == "each":
         yield (
             ("rollout", "program_options"),
             "rollout.program_options.branch: each trains text only; want last, longest or only",
@@ -41,7 +36,7 @@ def check_pictures(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
             key = f"trainer.parallel.{dimension}"
             yield (
                 ("trainer", "parallel", dimension),
-                f"{key}: a model that reads pictures is not shared out so; want 1",
+                f"{key}: a vision-language model is not sharded so; want 1",
             )
     for package, distribution in PICTURE_PACKAGES.items():
         if not machine.installed(package):
@@ -55,7 +50,7 @@ def _read_alike(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     if judged and recipe.reference.nproc > 1:
         yield (
             ("reference", "nproc"),
-            f"reference.nproc: {recipe.model.path} reads pictures, which a reference's ranks are not sent; want 1",
+            f"reference.nproc: {recipe.model.path} is a vision-language model, and its ranks get no images; want 1",
         )
     reference = recipe.reference.path if judged else None
     for at, path in (

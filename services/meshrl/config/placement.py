@@ -157,6 +157,9 @@ class Placement:
                 f"{at}, and weights.carrier {recipe.weights.carrier} keeps memory of the GPU while engines"
                 " have it; want shm or auto"
             )
+        guesses = recipe.rollout.engine.get("speculative")
+        if isinstance(guesses, Mapping) and guesses.get("draft") is not None:
+            yield f"{at}, and no update brings back rollout.engine.speculative.draft; want n-grams"
         apart = [
             name
             for name, place in self.places.items()
@@ -280,7 +283,7 @@ class _Division:
         self.on_cuda = recipe.trainer.device != "cpu"
 
     def placement(self) -> Placement:
-        """All of it."""
+        """The whole placement."""
         per_worker = self._worker_gpus()
         colocate = self._colocate(per_worker)
         beside = self._reference_gpus(colocate)
@@ -489,7 +492,7 @@ class _Division:
         return memory.engine_need(recipe, model, max(1, per_worker))
 
     def _turn_share(self, beside: Sequence[str], needs: Mapping[str, Need | None]) -> float:
-        """All but what the others keep meanwhile."""
+        """The share of a device in a service's turn: all but what the others keep."""
         kept = 0.0
         for other in beside:
             if sleeps(other):

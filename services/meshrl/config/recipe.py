@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
 
@@ -67,6 +68,7 @@ CredentialRole: TypeAlias = Literal[
     "trainer",
     "operator",
     "submitter",
+    "tuner",
     "reader",
 ]
 
@@ -118,6 +120,13 @@ class PlacementConfig(Config):
     the first one. Empty: the machine where services start."""
 
 
+class TinkerConfig(Config):
+    """The server of models that callers train (docs/how-to/tinker.md)."""
+
+    http_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the HTTP API, on the service's own host; 0 picks a free one."""
+
+
 class StageConfig(Config):
     """A stage of your own."""
 
@@ -141,9 +150,9 @@ class Recipe(Config):
     data: DataConfig = DataConfig()
     """Prompts to train and evaluate on."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """From rewards to advantages."""
+    """Settings from rewards to advantages."""
     actor: ActorConfig = ActorConfig()
-    """From advantages to an optimizer step."""
+    """Settings from advantages to an optimizer step."""
     critic: CriticConfig = CriticConfig()
     """The value model of algorithms that need one."""
     reference: ReferenceConfig = ReferenceConfig()
@@ -160,6 +169,8 @@ class Recipe(Config):
     """How new weights reach the rollout workers."""
     placement: PlacementConfig = PlacementConfig()
     """Which GPUs each service gets."""
+    tinker: TinkerConfig | None = None
+    """Training and sampling for loops from outside: `meshrl up` then starts this server, and nothing else."""
     stages: dict[str, StageConfig] = Field(default_factory=dict)
     """Stages beside the built-in rollout, reward and reference, by name."""
     tls: TlsConfig = TlsConfig()
@@ -187,7 +198,7 @@ class Recipe(Config):
 
     @property
     def encrypted(self) -> bool:
-        """Nothing between machines is open: there are certificates, and no weights or gradients go over gloo."""
+        """Whether all traffic between machines is encrypted: with certificates, and nothing over gloo."""
         gloo = self.weights.may_use_gloo or self.trainer.nnodes > 1
         return self.tls.cert is not None and not gloo
 
@@ -253,14 +264,25 @@ def uses_gateway(recipe: Recipe) -> bool:
     return bool(plugins.constant("meshrl.rollout.programs", program, "USES_GATEWAY", False))
 
 
+def session_options(recipe: Recipe) -> Mapping[str, Any]:
+    """Options of the sessions that agents lead; `verifiers` has them in a section of its own."""
+    options = recipe.rollout.program_options
+    own = options.get("session")
+    return own if isinstance(own, Mapping) else options
+
+
 def posts_rewards(recipe: Recipe) -> bool:
     """True when whoever leads the conversations of the run may say what they were worth."""
-    return uses_gateway(recipe) or bool(recipe.rollout.program_options.get("posts_reward"))
+    program, options = recipe.rollout.program, recipe.rollout.program_options
+    scores = plugins.constant("meshrl.rollout.programs", program, "POSTS_REWARD", False)
+    return uses_gateway(recipe) or bool(scores or options.get("posts_reward"))
 
 
 def trains_each_branch(recipe: Recipe) -> bool:
-    """True when a row has all branches of its conversation, and the trainer takes it apart."""
-    return recipe.rollout.program_options.get("branch") == "each"
+    """True when a row has all branches of its conversation, or several seats, and the trainer takes it apart."""
+    program = recipe.rollout.program
+    seats = plugins.constant("meshrl.rollout.programs", program, "TRAINS_SEATS", False)
+    return bool(seats) or session_options(recipe).get("branch") == "each"
 
 
 def has_evaluation(recipe: Recipe) -> bool:

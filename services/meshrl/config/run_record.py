@@ -5,7 +5,7 @@
 
 A change that bends the run wants another name or `--accept-changes`; what the queue or the checkpoints hold cannot be
 changed. A state is written before its start does any work. Where that start is killed, or trains nothing, the state
-before goes on as well. A directory of an earlier version has no run.json: its recipe.yaml is the beginning.
+before continues as well. A directory of an earlier version has no run.json: its recipe.yaml is the beginning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHARDS_NAME = "queue.shards"
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """Errors of reading JSON of another form."""
 TAIL_BYTES = 1 << 20
-"""The end of metrics.jsonl, in which the last training step stands."""
+"""Bytes at the end of metrics.jsonl that have the last training step."""
 STEP_METRIC = "reward/mean"
 """A metric that each training step has."""
 SAME_FILES = ("path", "tokenizer_path", "train_files", "val_files")
@@ -129,7 +129,7 @@ def begin(
     writes: bool = True,
     sections: Collection[str] | None = None,
 ) -> list[str]:
-    """Compare a start with what the run began with, and remember it; one line for each change that is told.
+    """Compare a start with what the run began with, and remember it; one line for each reported change.
 
     Args:
         recipe: What is to be started.
@@ -165,8 +165,8 @@ def _refuse_stored_pictures(directory: Path, run: str) -> None:
         return  # none yet, or one that RunRecord.load tells of
     if stores:
         raise UserError(
-            f"run {run} keeps pictures at {', '.join(sorted(stores))} (data.media_store), which is no more:"
-            " go on with commit 9121209e, or choose another run.name"
+            f"run {run} keeps pictures at {', '.join(sorted(stores))} (data.media_store), which no longer exists:"
+            " continue with commit 9121209e, or choose another run.name"
         )
 
 
@@ -190,7 +190,7 @@ def mark_fed(directory: Path) -> None:
 
 
 def changes_accepted(directory: Path) -> bool:
-    """Whether somebody accepted at any time that the run in `directory` is bent."""
+    """Whether a user ever accepted changes that bend the run in `directory`."""
     with suppress(OSError):
         record = RecordedRun.load(directory) if (directory / RECORD_NAME).exists() else None
         return record is not None and record.changed
@@ -233,7 +233,7 @@ def _judged(
 def judge(
     record: RecordedRun | None, now: RunStart, *, accept: bool
 ) -> tuple[RecordedRun, list[str]]:
-    """The record once `now` is started, and a line for each change that is told. Writes nothing.
+    """The record once `now` is started, and a line for each reported change. Writes nothing.
 
     Raises:
         UserError: as `begin`.
@@ -346,7 +346,7 @@ def _bent(record: RecordedRun, last: RunStart, now: RunStart) -> list[str]:
 
 
 def _without_untrained(record: RecordedRun, now: RunStart) -> tuple[RunStart, ...]:
-    """The states up to the newest that `now` goes on with, where nothing was trained since; none if there is none."""
+    """The states up to the newest that `now` continues with, if nothing was trained since; else none."""
     for count in range(len(record.states) - 1, 0, -1):
         if record.states[count].step < now.step:
             break

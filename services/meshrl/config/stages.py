@@ -27,7 +27,9 @@ from meshrl.transferqueue.model.specs import Quota
 
 SERVICES = "meshrl.launcher.services"
 KINDS = "meshrl.launcher.kinds"
-BUILT_IN = ("queue", "rollout", "reward", "reference", "trainer", "feeder")
+TINKER = "tinker"
+"""The kind that is a run of its own."""
+BUILT_IN = ("queue", "rollout", "reward", "reference", "trainer", "feeder", TINKER)
 """The kinds that every recipe may have, in an order that is stored with a run: its stages follow it."""
 
 LONGEST_LOAD_S = 900.0
@@ -46,23 +48,7 @@ class Columns:
 
 
 ColumnsOf: TypeAlias = Callable[[Recipe, bool], Columns | None]
-"""From a recipe, and whether the run is the evaluation's, to the columns; None where the run has no such stage."""
-
-
-def _one(recipe: Recipe) -> int | None:
-    return None
-
-
-def _no_reason(recipe: Recipe) -> str:
-    return ""
-
-
-def _start_s(recipe: Recipe) -> float:
-    return 300.0
-
-
-def _single(recipe: Recipe) -> int:
-    return 1
+"""Maps a recipe, and whether the run is the evaluation's, to columns; None if the run has no such stage."""
 
 
 def loads_a_model(recipe: Recipe) -> float:
@@ -75,10 +61,6 @@ def always(recipe: Recipe) -> bool:
     return True
 
 
-def _never(recipe: Recipe) -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceKind:
     """The declaration of a kind of service, which the mesh reads before it runs one."""
@@ -87,15 +69,15 @@ class ServiceKind:
     """Sections of the recipe whose files it opens; those of the others may be on other machines."""
     columns: Columns | ColumnsOf | None = None
     """Columns of a stage. Fixed ones are those of the training run; an evaluation does not have the stage."""
-    count: Callable[[Recipe], int | None] = _one
+    count: Callable[[Recipe], int | None] = lambda recipe: None
     """How many processes, named `<kind>-0` and so on; None is one process, named as its kind."""
-    machines: Callable[[Recipe], int] = _single
+    machines: Callable[[Recipe], int] = lambda recipe: 1
     """On how many machines one process is continued: the others' parts are named `<kind>-1` and so on."""
-    ranks: Callable[[Recipe], int] = _single
+    ranks: Callable[[Recipe], int] = lambda recipe: 1
     """Ranks on all machines; above 1 a process starts those of its machine, which run the service."""
-    needs_torch: Callable[[Recipe], bool] = _never
+    needs_torch: Callable[[Recipe], bool] = lambda recipe: False
     """Whether it imports torch, which `up` then imports for all such services at once."""
-    ready_s: Callable[[Recipe], float] = _start_s
+    ready_s: Callable[[Recipe], float] = lambda recipe: 300.0
     """How long a start may take, in seconds, before it counts as failed."""
     start_order: int = 1
     """`up` starts those of the same number together, once all of the lower numbers are ready."""
@@ -108,10 +90,10 @@ class ServiceKind:
     leads: bool = False
     """True: when it is done, the run is done."""
     removable: bool = False
-    """True: one of several may be drained while the run goes on."""
-    cannot_restart: Callable[[Recipe], str] = _no_reason
+    """True: one of several may be drained while the run continues."""
+    cannot_restart: Callable[[Recipe], str] = lambda recipe: ""
     """Why it must not be started again after a crash; empty where it may."""
-    crash_at_start: Callable[[Recipe], str] = _no_reason
+    crash_at_start: Callable[[Recipe], str] = lambda recipe: ""
     """Why it would crash again where it crashed before it was ready; empty where it may not."""
 
     def columns_of(self, recipe: Recipe, *, evaluation: bool) -> Columns | None:
@@ -249,7 +231,8 @@ def mesh_services(recipe: Recipe) -> list[MeshService]:
 
 
 def _services(recipe: Recipe) -> Iterator[MeshService]:
-    for kind in (*BUILT_IN, *recipe.stages):
+    mesh = (*BUILT_IN[: BUILT_IN.index(TINKER)], *recipe.stages)
+    for kind in mesh if recipe.tinker is None else (TINKER,):
         rules = service_kind(recipe, kind)
         if rules.columns is not None and rules.columns_of(recipe, evaluation=False) is None:
             continue

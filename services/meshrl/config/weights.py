@@ -31,7 +31,7 @@ class NcclConfig(Config):
     """The process that holds one rank: `carrier: nccl` has one beside the trainer and one beside each engine."""
 
     library: str = "cupy"
-    """A module of `meshrl.weights.nccl.libraries` (cupy; stub: sockets, without a GPU), or a dotted path."""
+    """A module of `meshrl.weights.nccl.libraries` (cupy), or a dotted path."""
     device: NonNegativeInt = Field(default=0, exclude=True)
     """The CUDA device, of those that the process sees: the first, and another only in `rollout.engine.nccl`."""
     env: Environment = Field(default_factory=dict)
@@ -45,7 +45,7 @@ class IpcConfig(Config):
     """The GPU that trainer and rollout process share."""
 
     library: str = "cupy"
-    """A module of `meshrl.weights.ipc.devices` (cupy; stub, without a GPU), or a dotted path. The trainer takes the
+    """A module of `meshrl.weights.ipc.devices` (cupy), or a dotted path. The trainer takes the
     first CUDA device that it sees, and a rollout process finds the same GPU by its PCI address."""
 
 
@@ -58,7 +58,7 @@ class WeightsConfig(Config):
     trainer's host, elsewhere nccl between GPUs, else disk where there is a `directory`, else gloo."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which floating-point tensors are sent; where a recipe does not name it and trains on a GPU,
-    `model.param_dtype`. A run goes on with the type it began with."""
+    `model.param_dtype`. A resumed run keeps the type it began with."""
     bucket_bytes: PositiveInt = 64 << 20
     """Tensors are sent in buckets of about this many bytes; a bucket is hashed, resent and timed as one."""
     host: str = "127.0.0.1"
@@ -141,7 +141,7 @@ class WeightsConfig(Config):
         return self.base_s + nbytes / self.min_bytes_per_s
 
     def check(self, machine: Machine) -> Iterator[Problem]:
-        """That a carrier between GPUs has its library and a GPU; `auto` leaves out those that cannot run."""
+        """Check that a carrier between GPUs has its library and a GPU; `auto` skips those that cannot run."""
         at: Loc = ("weights", "carrier")
         package = LIBRARIES.get(self.carrier)
         if package is None:

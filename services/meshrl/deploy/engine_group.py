@@ -27,7 +27,7 @@ NEEDED = (
     "--generation-config",
     "vllm",
 )
-"""Without which the mesh cannot use a server (docs/reference/engines.md)."""
+"""Options that the mesh needs of a server (docs/reference/engines.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""The manifests of a mesh on Kubernetes, from its recipe: what runs, with how much, and who may call whom.
+"""The manifests of a mesh on Kubernetes, from its recipe: workloads, their resources, and network policies.
 
     queue      StatefulSet and its volume                  trainer   Job (ends the run), a volume for checkpoints
     feeder     Job                                         reward, reference, rollout, stages   Deployments
+    tinker     StatefulSet and its volume, alone
 
 Everything that may differ between clusters is left to a kustomization over what is printed here.
 """
@@ -18,13 +19,14 @@ from typing import Any, TypeAlias
 import yaml
 
 from meshrl.common.device_lease import DeviceShare
+from meshrl.common.object_store import is_local
 from meshrl.config.loading import recipe_yaml
-from meshrl.config.object_store import is_local
 from meshrl.config.placement import Placement
 from meshrl.config.recipe import Recipe, names
 from meshrl.config.stages import MeshService, mesh_services
 from meshrl.contract.errors import UserError
 from meshrl.deploy.engine_group import EngineGroup
+from meshrl.rollout.containers.box import POD_LABELS
 from meshrl.rpc import credentials
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.exit_codes import Exit
@@ -37,13 +39,17 @@ CALLED: Mapping[str, Sequence[str]] = {
     "trainer": ("rollout",),
     "reward": ("trainer",),
 }
-"""Who is called by whom; everybody calls the queue. `meshrl.rpc.identity` says what each may ask."""
+"""Callers by service; all services call the queue. `meshrl.rpc.identity` says what each may ask."""
+KEEPERS = ("queue", "tinker")
+"""Kinds of one process with a volume of its own, which is never evicted on purpose."""
 PEER_CARRIERS = ("gloo", "nccl", "auto", "delta")
 """Carriers for which trainer and rollout pods open ports of their own choice between each other."""
 URL = "an object store's URL in weights.directory, such as s3://bucket/prefix"
 WORK, RECIPE_AT, CREDENTIALS_AT, TLS_AT = "/mesh/runs", "/recipe", "/credentials", "/tls"
 GRACE_S = 15
 """Beyond a service's own drain, before the kubelet kills it."""
+API_PORTS = (443, 6443)
+"""Ports of the cluster's API: of its Service, and of its servers."""
 UID = 1000
 GROUPS = ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
 NEEDS: Mapping[str, Mapping[str, str]] = {
@@ -77,16 +83,16 @@ class Cluster:
     engine_gpus: int = 0
     """GPUs of such a server, on each of its nodes."""
     issuer: str = ""
-    """cert-manager's Issuer of the mesh's certificate; empty: the Secret with it is made by somebody else."""
+    """cert-manager's Issuer of the mesh's certificate; empty: the Secret with it exists."""
     monitor: bool = False
     """Let the Prometheus operator scrape every service, with the run's credential of the role `reader`."""
 
 
 class _ManifestDumper(yaml.SafeDumper):
-    """Without aliases, and with texts of several lines as they are."""
+    """YAML without aliases, with texts of several lines as they are."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """All of them."""
+        """Ignore all aliases."""
         return True
 
 
@@ -141,9 +147,9 @@ def secrets(recipe: Recipe, run_dir: Path) -> list[Manifest]:
         token = credentials.file_of_role(run_dir, role).read_text().strip()
         data = {"credential": token, "verifiers.json": verifiers}
         found.append(_object("v1", "Secret", f"{name}-{role}", name, stringData=data))
-    found.append(
-        _object("v1", "Secret", f"{name}-queue", name, stringData={"verifiers.json": verifiers})
-    )
+    for kind in {service.kind for service in mesh_services(recipe)} & set(KEEPERS):
+        data = {"verifiers.json": verifiers}
+        found.append(_object("v1", "Secret", f"{name}-{kind}", name, stringData=data))
     return found
 
 
@@ -174,6 +180,13 @@ class _MeshManifests:
         self.services: dict[str, list[MeshService]] = {}
         for service in mesh_services(recipe):
             self.services.setdefault(service.kind, []).append(service)
+        self.http = {"reward": recipe.reward.registry.http_port or 0}
+        """Ports of HTTP APIs that the recipe chooses; whoever calls them shows a key."""
+        if recipe.tinker is not None:
+            self.http["tinker"] = recipe.tinker.http_port
+            if not recipe.tinker.http_port:
+                raise UserError("tinker.http_port: 0: want a port, by which others call the pod")
+        self.called = {kind: CALLED[kind] for kind in self.services if kind in CALLED}
         self.group: EngineGroup | None = None
         if cluster.engine_nodes > 1:
             self.group = EngineGroup(
@@ -196,19 +209,19 @@ class _MeshManifests:
 
     def objects(self) -> Iterator[Manifest]:
         yield self._object("v1", "ConfigMap", "recipe", data=dict(self.files))
-        shared = self.recipe.trainer.nnodes > 1
-        yield self._object("v1", "PersistentVolumeClaim", "trainer", spec=self._claim(shared))
+        if "trainer" in self.services:
+            claim = self._claim(shared=self.recipe.trainer.nnodes > 1)
+            yield self._object("v1", "PersistentVolumeClaim", "trainer", spec=claim)
         for kind, services in self.services.items():
-            if kind in CALLED:
+            if kind in self.called or self.http.get(kind):
                 yield self._service(kind)
             yield self._workload(kind, services)
-        yield self._object(
-            "policy/v1",
-            "PodDisruptionBudget",
-            "queue",
-            spec={"maxUnavailable": 0, "selector": self._selector("queue")},
-        )
+            if kind in KEEPERS:
+                kept = {"maxUnavailable": 0, "selector": self._selector(kind)}
+                yield self._object("policy/v1", "PodDisruptionBudget", kind, spec=kept)
         yield from self._policies()
+        if self._makes_pods("rollout"):
+            yield from self._rights()
         if self.cluster.issuer:
             yield self._certificate()
         if self.cluster.most_workers:
@@ -228,12 +241,13 @@ class _MeshManifests:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": _labels(self.run, kind),
-            "ports": [
-                {"name": "grpc", "port": PORT},
-                {"name": "metrics", "port": METRICS_PORT},
-            ],
+            "ports": [{"name": name, "port": port} for name, port in self._ports(kind).items()],
         }
         return self._object("v1", "Service", kind, component=kind, spec=spec)
+
+    def _ports(self, kind: str) -> dict[str, int]:
+        http = self.http.get(kind)
+        return {"grpc": PORT, "metrics": METRICS_PORT, **({"http": http} if http else {})}
 
     def _workload(self, kind: str, services: Sequence[MeshService]) -> Manifest:
         rules, name = services[0].rules, f"{self.run}-{kind}"
@@ -249,7 +263,7 @@ class _MeshManifests:
         spec: Manifest = {"selector": self._selector(kind), "template": template}
         if kind != "rollout" or not self.cluster.most_workers:
             spec["replicas"] = len(services)
-        if kind != "queue":
+        if kind not in KEEPERS:
             return self._object("apps/v1", "Deployment", kind, component=kind, spec=spec)
         spec |= {
             "serviceName": name,
@@ -310,7 +324,7 @@ class _MeshManifests:
             "seccompProfile": {"type": "RuntimeDefault"},
         }
         pod = {
-            "automountServiceAccountToken": False,
+            "automountServiceAccountToken": self._makes_pods(kind),
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": int(service.rules.drain_s) + GRACE_S,
             "securityContext": context,
@@ -319,6 +333,8 @@ class _MeshManifests:
                 {"name": name, **source} for name, _, _, source in volumes if source is not None
             ],
         }
+        if self._makes_pods(kind):
+            pod["serviceAccountName"] = f"{self.run}-{kind}"
         if self._sandboxes(kind):
             pod["hostUsers"] = False
         return pod
@@ -340,8 +356,7 @@ class _MeshManifests:
             "args": ["serve", kind, f"{RECIPE_AT}/recipe.yaml"],
             "env": list(self._environment(kind, share)),
             "ports": [
-                {"name": "grpc", "containerPort": PORT},
-                {"name": "metrics", "containerPort": METRICS_PORT},
+                {"name": name, "containerPort": port} for name, port in self._ports(kind).items()
             ],
             "resources": resources,
             "startupProbe": {
@@ -382,6 +397,36 @@ class _MeshManifests:
         asks = reward.registry.tokens is not None or self.recipe.tls.client_ca is not None
         return (asks and reward.sandbox == "strict") or reward.recipe_sandbox == "strict"
 
+    def _makes_pods(self, kind: str) -> bool:
+        """Whether a kind of service has a pod for each row."""
+        pods = self.recipe.rollout.containers.backend == "kubernetes"
+        return pods and kind == "rollout" and kind in self.services
+
+    def _rights(self) -> Iterator[Manifest]:
+        """The rights of rollout workers over pods of rows, their way to the API, and no network for those pods."""
+        verbs = {
+            ("", "pods"): ["create", "get", "list", "delete"],
+            ("", "pods/exec"): ["create", "get"],
+            ("networking.k8s.io", "networkpolicies"): ["list"],
+        }
+        rules = [
+            {"apiGroups": [group], "resources": [kind], "verbs": may}
+            for (group, kind), may in verbs.items()
+        ]
+        group, name = "rbac.authorization.k8s.io", f"{self.run}-rollout"
+        yield self._object("v1", "ServiceAccount", "rollout")
+        yield self._object(f"{group}/v1", "Role", "rollout", rules=rules)
+        yield self._object(
+            f"{group}/v1",
+            "RoleBinding",
+            "rollout",
+            roleRef={"apiGroup": group, "kind": "Role", "name": name},
+            subjects=[{"kind": "ServiceAccount", "name": name}],
+        )
+        ports = [{"port": port, "protocol": "TCP"} for port in API_PORTS]
+        yield self._policy("call-api", self._selector("rollout"), egress=[{"ports": ports}])
+        yield self._policy("boxes", {"matchLabels": dict(POD_LABELS)}, ingress=[], egress=[])
+
     def _probe(self) -> Manifest:
         """The kubelet's own probe speaks no TLS."""
         if self.recipe.tls.cert is None:
@@ -390,7 +435,7 @@ class _MeshManifests:
         return {"exec": {"command": asks}, "timeoutSeconds": 10}
 
     def _environment(self, kind: str, share: DeviceShare | None) -> Iterator[Manifest]:
-        values = {f"MESHRL_{called.upper()}": self._address(called) for called in CALLED}
+        values = {f"MESHRL_{called.upper()}": self._address(called) for called in self.called}
         values |= {
             "MESHRL_HOST": "0.0.0.0",
             "MESHRL_PORT": str(PORT),
@@ -417,7 +462,7 @@ class _MeshManifests:
 
     def _address(self, kind: str) -> str:
         name = f"{self.run}-{kind}"
-        if kind == "reward":
+        if kind in self.http:
             return f"{name}:{PORT}"
         # Of a trainer's pods the first one answers.
         return f"{name}-0.{name}:{PORT}"
@@ -428,7 +473,7 @@ class _MeshManifests:
         secret = {"secretName": f"{self.run}-{role}", "defaultMode": 0o440}
         empty: Manifest = {"emptyDir": {}}
         work: Manifest | None = empty
-        if kind == "queue":
+        if kind in KEEPERS:
             work = None
         elif kind == "trainer":
             work = {"persistentVolumeClaim": {"claimName": f"{self.run}-trainer"}}
@@ -449,10 +494,10 @@ class _MeshManifests:
         return found
 
     def _policies(self) -> Iterator[Manifest]:
-        """Nobody talks to anybody, but the arrows of the design, and all to the cluster's names."""
+        """Network policies: only the connections of the design, and DNS for all pods."""
         dns = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
         yield self._policy("default-deny", self._selector(), ingress=[], egress=[{"ports": dns}])
-        for called, callers in CALLED.items():
+        for called, callers in self.called.items():
             pods = self._pods(callers or [kind for kind in self.services if kind != "queue"])
             grpc = [{"port": PORT, "protocol": "TCP"}]
             to = self._selector(called)
@@ -462,7 +507,11 @@ class _MeshManifests:
             yield self._policy(
                 f"call-{called}", pods, egress=[{"to": [{"podSelector": to}], "ports": grpc}]
             )
-        if self.recipe.weights.carrier in PEER_CARRIERS:
+        for kind, port in self.http.items():
+            if port and kind in self.services:
+                near = {"from": [{"podSelector": {}}], "ports": [{"port": port, "protocol": "TCP"}]}
+                yield self._policy(f"http-of-{kind}", self._selector(kind), ingress=[near])
+        if "trainer" in self.services and self.recipe.weights.carrier in PEER_CARRIERS:
             yield self._among("weights", ["trainer", "rollout"])
         if self.recipe.trainer.nnodes > 1:
             yield self._among("ranks", ["trainer"])
@@ -493,7 +542,11 @@ class _MeshManifests:
         """For the names by which pods are called, and for probes and port-forwards, which call 127.0.0.1."""
         spec = {
             "secretName": f"{self.run}-tls",
-            "dnsNames": [self._address(kind).rpartition(":")[0] for kind in CALLED],
+            "dnsNames": [
+                self._address(kind).rpartition(":")[0]
+                for kind in self.services
+                if kind in self.called or self.http.get(kind)
+            ],
             "ipAddresses": ["127.0.0.1"],
             "usages": ["digital signature", "key encipherment", "server auth", "client auth"],
             "issuerRef": {"name": self.cluster.issuer, "kind": "Issuer"},

@@ -20,7 +20,7 @@ LAUNCHER = (
 )
 """`--overlap`: the services of a node share its processors and GPUs as the recipe says, not step by step."""
 TRAPS = """
-# The time limit is near: save, and queue the job again; it goes on from the checkpoint.
+# The time limit is near: save, and queue the job again; it continues from the checkpoint.
 trap 'again=yes; kill -TERM "$up"' USR1
 # scancel, scontrol requeue, preemption: save within Slurm's KillWait or GraceTime.
 trap 'kill -TERM "$up" 2>/dev/null' TERM
@@ -58,7 +58,7 @@ class SlurmJob:
     """The command `meshrl` on the nodes."""
     nodes: int = 1
     gpus_per_node: str = ""
-    """As sbatch takes it: `8`, `h100:8`; empty: none."""
+    """sbatch's value: `8`, `h100:8`; empty: none."""
     options: Sequence[str] = ()
     """More options of sbatch: `--time=1-0`."""
     share: bool = False
@@ -66,7 +66,7 @@ class SlurmJob:
     stop_before_s: int = 300
     """How long before the time limit the run stops and saves."""
     encrypted: bool = False
-    """Nothing between the nodes is open: the recipe has certificates, and weights do not go over gloo."""
+    """Whether all traffic between nodes is encrypted: with certificates, and no weights over gloo."""
     container: str = ""
     """An image; empty: none."""
     runtime: Runtime = "apptainer"

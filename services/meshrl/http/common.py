@@ -61,10 +61,20 @@ def first_mistake(error: RequestValidationError) -> tuple[str, str]:
     return ".".join(str(part) for part in first["loc"] if part != "body"), first["msg"]
 
 
-def presented_by(request: Request, subject: str = "") -> Presented:
-    """The identity that a request presents; `subject` names the object of the request."""
+def presented_by(
+    request: Request, subject: str = "", *, authorization: str | None = None
+) -> Presented:
+    """The identity that a request presents.
+
+    Args:
+        request: The request.
+        subject: Name of the object of the request.
+        authorization: In place of its header.
+    """
+    if authorization is None:
+        authorization = request.headers.get("authorization", "")
     return Presented(
-        authorization=request.headers.get("authorization", ""),
+        authorization=authorization,
         names=getattr(request.state, CERTIFICATE, None),
         peer=request.client.host if request.client else "unknown",
         door="http",

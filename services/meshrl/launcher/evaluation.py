@@ -122,7 +122,7 @@ class EvaluationReport:
     """How often the commonest of k final answers is right."""
     sources: Mapping[str, SourceReport] = field(default_factory=dict)
     answers: tuple[JudgedAnswer, ...] = field(default=(), repr=False)
-    """All of them, by task and index."""
+    """All answers, by task and index."""
 
 
 async def evaluate(
@@ -164,7 +164,10 @@ async def evaluate(
         async with (
             gateway_of(recipe, tokenizer, settings, name="eval") as gateway,
             ProgramCache(
-                recipe.rollout.program, recipe.rollout.program_options, gateway=gateway
+                recipe.rollout.program,
+                recipe.rollout.program_options,
+                gateway=gateway,
+                containers=recipe.rollout.containers,
             ) as programs,
         ):
             await programs.start()

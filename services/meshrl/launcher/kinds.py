@@ -16,7 +16,7 @@ from meshrl.config.recipe import (
     trains_each_branch,
 )
 from meshrl.config.stages import LONGEST_LOAD_S, Columns, ServiceKind, always, loads_a_model
-from meshrl.contract.types import REFERENCE_STAGE, reward_stage, rollout_stage
+from meshrl.contract.types import PARTS, REFERENCE_STAGE, reward_stage, rollout_stage
 
 
 def _rows_are_lost(recipe: Recipe) -> str:
@@ -88,7 +88,11 @@ def _reference_columns(recipe: Recipe, evaluation: bool) -> Columns | None:
     # Evaluation has no KL term.
     if evaluation or not needs_reference(recipe):
         return None
-    return Columns(reads=REFERENCE_STAGE.reads, writes=algorithm_needs(recipe).columns)
+    parts = (PARTS,) if trains_each_branch(recipe) else ()
+    return Columns(
+        reads=(*REFERENCE_STAGE.reads, *parts),
+        writes=algorithm_needs(recipe).columns,
+    )
 
 
 _REFERENCE = ServiceKind(
@@ -113,6 +117,13 @@ _TRAINER = ServiceKind(
 )
 
 
+_TINKER = ServiceKind(
+    sections=("model", "rollout", "tinker"),
+    needs_torch=always,
+    ready_s=loads_a_model,
+)
+
+
 _FEEDER = ServiceKind(sections=("model", "data"), start_order=2, finite=True)
 
 KINDS: Final[Mapping[str, ServiceKind]] = {
@@ -122,4 +133,5 @@ KINDS: Final[Mapping[str, ServiceKind]] = {
     "reference": _REFERENCE,
     "trainer": _TRAINER,
     "feeder": _FEEDER,
+    "tinker": _TINKER,
 }

@@ -54,6 +54,7 @@ def build_learner(recipe: Recipe, total_steps: int | None, world: World) -> Lear
             token_rewards=recipe.reward.token_rewards,
             answers=_answers(recipe) if needs.data_answers else None,
             parts=trains_each_branch(recipe),
+            by_seat=recipe.algorithm.group_by_seat,
             routed_experts=recipe.rollout.routing_replay,
             reader=VisionReader(recipe.model.path, policy.hf) if policy.tower is not None else None,
         ),

@@ -46,11 +46,13 @@ class Observer:
     @asynccontextmanager
     async def observing(self) -> AsyncIterator[None]:
         """Observe for as long as the body runs."""
+        asks = {"trainer": self._watch_trainer, "queue": self._ask_queue}
         tasks = [
-            asyncio.create_task(self._watch_trainer(), name="observe-trainer"),
-            asyncio.create_task(self._ask_queue(), name="observe-queue"),
-            asyncio.create_task(self._ask_fleet(), name="observe-fleet"),
+            asyncio.create_task(ask(), name=f"observe-{name}")
+            for name, ask in asks.items()
+            if name in self._mesh_status.states
         ]
+        tasks.append(asyncio.create_task(self._ask_fleet(), name="observe-fleet"))
         try:
             yield
         finally:
@@ -62,6 +64,8 @@ class Observer:
 
     async def look_last(self) -> None:
         """Read the ledger and the step of the newest checkpoint at the end. Raises what the queue's client raises."""
+        if "queue" not in self._mesh_status.states:
+            return
         async with connect_queue(self._address_book().address("queue"), retry_s=RETRY_S) as queue:
             self._mesh_status.ledger = await queue.ledger(self._mesh_status.run)
             self._mesh_status.saved_step = (
@@ -162,4 +166,4 @@ def _why_not_sampling(fleet: FleetView, name: str) -> str:
         return f"its engine, which fails: {worker.last_fault} ({times})"
     if report.engine.version == UNSERVED:
         return "its engine, which serves no version yet"
-    return ""
+    return worker.waits_for

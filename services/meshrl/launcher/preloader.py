@@ -1,9 +1,7 @@
 """The program that imports what services import, once, and forks a process for each start of one.
 
-    up ──exec──▶ light: gRPC, pydantic, the queue ──fork──▶ torch: torch and transformers too
-                   │ fork twice                               │ fork twice
-                   ▼                                          ▼
-                 queue, reward, feeder                      trainer, reference, rollout
+    up ──exec──▶ gRPC, pydantic ─┬──────▶ light: the queue, FastAPI   ──fork twice──▶ queue, reward, feeder
+                                 └─fork─▶ torch: torch, transformers  ──fork twice──▶ trainer, reference, rollout
 
 A service becomes a child of `up`, which adopts it: the process between the two forks ends at once. Each of the two
 preloaders keeps one thread, calls no gRPC and initialises no CUDA, so a fork is as good as a fresh interpreter.
@@ -30,6 +28,7 @@ from typing import Any
 from meshrl.common.plain_text import counted
 from meshrl.common.process_guard import die_with_parent, die_with_supervisor
 from meshrl.common.python_process import PYTHON
+from meshrl.launcher.import_table import KeepTable
 
 LIGHT = (
     "meshrl.cli.commands.serve",
@@ -39,7 +38,7 @@ LIGHT = (
     "meshrl.trainer.data.feeder",
     "meshrl.transferqueue.stores.disk",
 )
-"""Modules that bring the imports of every service. None of them imports torch."""
+"""Modules that bring the imports of services without torch; the first one is what all services need."""
 TORCH = (
     "meshrl.launcher.services.trainer",
     "meshrl.launcher.services.rollout",
@@ -47,6 +46,7 @@ TORCH = (
     "meshrl.rollout.engines.torch",
     "transformers.models.auto.tokenization_auto",
 )
+"""Modules that bring the imports of the others."""
 NAME = (*PYTHON, "meshrl.launcher.preloader")
 CONTROL = 0
 """The descriptor of the socket to `up`."""
@@ -64,13 +64,17 @@ def main() -> None:
     show_command_line((*NAME, "light"))
     # A collection during the imports finds no garbage and walks every object again: a tenth of their time.
     gc.disable()
-    _import(light_modules.split(","))
+    shared, *rest = light_modules.split(",")
+    _import([shared])
     light = os.getpid()
     if os.fork() == 0:
         die_with_parent(light)
         os.dup2(torch_control.fileno(), CONTROL)
         show_command_line((*NAME, "torch"))
+        sys.meta_path.insert(0, KeepTable)
         _import(torch_modules.split(","))
+    else:
+        _import(rest)
     torch_control.close()
     if reason := _cannot_fork():
         sys.exit(f"error: {reason}")

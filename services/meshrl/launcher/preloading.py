@@ -28,8 +28,13 @@ Kind: TypeAlias = Literal["light", "torch"]
 KINDS: tuple[Kind, ...] = ("light", "torch")
 MODULES: Mapping[Kind, Sequence[str]] = {"light": LIGHT, "torch": TORCH}
 CHANGEABLE = ("MESHRL_", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-NO_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Defaults of a service, whose imports would start threads: numpy, and pyarrow, which comes with scikit-learn's."""
+NO_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "GRPC_ENABLE_FORK_SUPPORT": "0",
+}
+"""Defaults of a service, whose imports would start threads: numpy, and pyarrow, which comes with scikit-learn's.
+And gRPC's handlers of forks aborted 3 of 97 processes of boxes, which uvloop forks, before they were any."""
 PR_SET_CHILD_SUBREAPER = 36
 READY_S = 120.0
 """How long the imports may take before services are started without them."""
@@ -83,7 +88,7 @@ class Preloader:
         self._output = output
         self._getting_ready: asyncio.Task[None] | None = None
         self.lost = False
-        """True once somebody was told that it cannot be used."""
+        """Whether it was reported as unusable."""
 
     async def until_ready(self) -> None:
         """Return when its imports are done. Raises PreloadError when they failed, or it died."""
@@ -176,7 +181,7 @@ class Preloading:
             raise
 
     def first_loss(self, kind: Kind) -> bool:
-        """True when it is told for the first time that the preloader `kind` cannot be used."""
+        """True at the first report that the preloader `kind` cannot be used."""
         preloader = self._preloaders[kind]
         first, preloader.lost = not preloader.lost, True
         return first
@@ -203,7 +208,7 @@ def preloading(
 
     Args:
         enabled: False starts nothing.
-        modules: What each preloader imports; the one of torch imports those of the light one first.
+        modules: What each preloader imports; the one of torch imports the first one of the light one before.
     """
     if not enabled or not _possible():
         yield None

@@ -10,7 +10,6 @@ import signal
 import subprocess
 from collections import deque
 from collections.abc import Awaitable, Callable
-from types import TracebackType
 from typing import TypeAlias
 
 from meshrl.common import process_guard
@@ -208,12 +207,7 @@ class Watchdog:
         )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         assert self._process is not None and self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -225,14 +219,14 @@ class Watchdog:
         self._send(f"+{group}\n")
 
     def remove(self, group: int) -> None:
-        """The group has ended."""
+        """Remove a group that has ended."""
         if group in self._groups:
             self._groups.discard(group)
             self._send(f"-{group}\n")
 
     def _send(self, line: str) -> None:
         assert self._process is not None and self._process.stdin is not None
-        # Somebody may have killed the watchdog: PR_SET_PDEATHSIG still covers the children themselves.
+        # The watchdog may have been killed: PR_SET_PDEATHSIG still covers the children themselves.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshrl.config.picture_checks import PICTURE_ENGINES
 from meshrl.config.recipe import Recipe
 from meshrl.config.stages import eval_spec, vocabulary
 from meshrl.contract.types import Task
@@ -25,8 +26,9 @@ def read_prompts(recipe: Recipe, *, held_out: bool = False) -> PromptSet:
 
 
 def image_processor(recipe: Recipe) -> ImageProcessor | None:
-    """Reader of the pictures of prompts; None for a model of text. Raises UserError."""
-    return shared_processor(recipe.model.path) if reads_images(recipe.model.path) else None
+    """Reader of the pictures of prompts; None for a model, or an engine, of text. Raises UserError."""
+    sees = recipe.rollout.name in PICTURE_ENGINES and reads_images(recipe.model.path)
+    return shared_processor(recipe.model.path) if sees else None
 
 
 def eval_tasks(recipe: Recipe) -> list[Task]:

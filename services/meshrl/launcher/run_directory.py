@@ -69,6 +69,8 @@ def _ports_of(recipe: Recipe) -> Iterator[tuple[str, str, int]]:
     """Key, host and port of what services of this machine will listen on besides gRPC; 0 lets them choose."""
     yield "reward.registry.http_port", HOST, recipe.reward.registry.http_port or 0
     yield "weights.port", recipe.weights.host, recipe.weights.port
+    if recipe.tinker is not None:
+        yield "tinker.http_port", HOST, recipe.tinker.http_port
     gateway = recipe.rollout.gateway
     if gateway.port and uses_gateway(recipe):
         for port in range(gateway.port, gateway.port + recipe.rollout.workers):

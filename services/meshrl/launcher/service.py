@@ -47,12 +47,12 @@ class Service:
     leads: bool = False
     """True: when it is done, the run is done."""
     removable: bool = False
-    """True: it may be drained while the run goes on."""
+    """True: it may be drained while the run continues."""
     fleet: str = ""
-    """Services of one fleet stand in for each other: the run goes on without those that keep failing, while one is
+    """Services of one fleet stand in for each other: the run continues without those that keep failing, while one is
     left. Empty: nobody does its work."""
     expendable: bool = False
-    """True: of a fleet, and the run goes on also where it finds something wrong with its recipe or options."""
+    """True: of a fleet, and the run continues also where it finds something wrong with its recipe or options."""
     cannot_restart: str = ""
     """Why it must not be started again after a crash; empty where it may."""
     crash_at_start: str = ""

@@ -25,7 +25,7 @@ STAGE_GRACE_S = 10.0
 """How long a draining stage may finish what it holds; what is left then goes back to the queue untouched."""
 
 LOOK_S = 1.0
-"""Between two looks for a run that nobody has opened yet."""
+"""Seconds between two checks for a run that is not open yet."""
 
 LONGEST_CONFLICT = 200
 """Longest message of a conflict that is shown whole, in characters; two lists of stages are longer."""
@@ -112,7 +112,7 @@ async def find_runs(queue: Queue, recipe: Recipe) -> tuple[str, ...]:
 
 
 async def until_run_differs(queue: Queue, recipe: Recipe) -> None:
-    """Beside a stage's work: look until the run is open, then return never.
+    """Watch, during a stage's work, until the run is open; then wait for ever.
 
     Raises:
         UserError: it was opened with other settings.

@@ -1,7 +1,7 @@
 """Starts services in order, restarts what crashes, ends the run once, drains in order, leaves nothing behind.
 
     start:  start_order 0 ──ready──▶ 1 ──ready──▶ ...    one `_keep_running` task per service owns its processes
-    fleet:  `add` starts one more · `drain` ends one for good, and the run goes on
+    fleet:  `add` starts one more · `drain` ends one without a restart; the run continues
     over:   the leading service is done | user error | crash loop | a signal           (the first one wins)
     drain:  drain_order 0 ──ended──▶ 1 ──▶ ...           SIGTERM, then SIGKILL after each service's own deadline
 
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 QUICK_S = 5.0
 """A service that ends before it was ready, or less than this after, failed quickly."""
 QUICK_FAILURES = 3
-"""That many in a row, between which the run made no step, are a crash loop; so are as many lives in which nothing got
-done."""
+"""Quick failures in a row, without a step of the run between, that are a crash loop; so are as many lives without
+work done."""
 PARTS_FAILED = 16
 """Lives in a row of a trainer that may end with rows in hand, by a signal or with a part of a batch that failed: each
 leaves half of the rows that it may have died of."""
@@ -42,7 +42,7 @@ FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 5.0
 PROBE_EVERY_S = 0.1
 START_LINE_S = 30.0
-"""Between two lines about a service that is not ready yet."""
+"""Seconds between two log lines about a service that is not ready yet."""
 PORT_TRIES = 5
 CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV})
 """Signals by which a process ends itself."""
@@ -87,7 +87,7 @@ class Verdict:
 
     @property
     def stopped(self) -> bool:
-        """True when a signal to `up` ended the run, as somebody wanted."""
+        """Whether a signal to `up` ended the run."""
         return self.code > 128
 
 
@@ -141,7 +141,7 @@ class Supervisor:
         return self._over.is_set()
 
     def stop(self, line: str, code: int) -> None:
-        """The first call drains; the second kills at once."""
+        """Drain at the first call, kill at the second."""
         if self._over.is_set():
             self._kill.set()
         self._end(Verdict(code=code, line=line))
@@ -181,7 +181,7 @@ class Supervisor:
         self._keep_alive(service)
 
     async def drain(self, name: str) -> bool:
-        """End one service for good; the run goes on. True when it drained in time, False when it had to be killed.
+        """End one service without a restart. True when it drained in time, False when it had to be killed.
 
         Draining twice is draining once.
 
@@ -192,7 +192,7 @@ class Supervisor:
         if service is None:
             raise UserError(f"this mesh has no service {name} (it has: {', '.join(self.states)})")
         if not service.removable:
-            raise UserError(f"{name} cannot be drained: the run cannot go on without it")
+            raise UserError(f"{name} cannot be drained: the run cannot continue without it")
         self.check_running()
         if name not in self._restart_tasks:
             raise ConflictError(f"{name} has not been started yet: try again in a moment")
@@ -253,7 +253,7 @@ class Supervisor:
                     line = f"{service.name} cannot be started: {fault}"
                     self._fail(service, Verdict(code=Exit.FAILED, line=line))
                     return
-                # No process, descriptor or memory is to be had at this moment.
+                # No process, descriptor or memory is available at this moment.
                 failures += 1
                 if not await self._backed_off(
                     service, failures, "could not be started", str(error)
@@ -341,7 +341,7 @@ class Supervisor:
         fleet = self._fleet_of(service)
         left = [name for name in fleet if self.states[name].phase not in GONE]
         if left and (service.expendable or verdict.code != Exit.USER_ERROR):
-            self._sink("up", f"the run goes on without it: {verdict.line}")
+            self._sink("up", f"the run continues without it: {verdict.line}")
             return
         if len(fleet) > 1 and not left:
             line = f"no {service.fleet} worker is left of {len(fleet)}: {verdict.line}"

@@ -6,7 +6,6 @@ import errno
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -32,7 +31,7 @@ class _HarmlessConsole(Console):
     def on_broken_pipe(self) -> None:
         """Print no more, and let whoever prints know: rich would end the process."""
         self.quiet = True
-        raise BrokenPipeError(errno.EPIPE, "nobody reads what is printed any more")
+        raise BrokenPipeError(errno.EPIPE, "the reader of the output has closed it")
 
     def render_str(self, text: str, **options: Any) -> Text:
         """A text by itself or in a cell, on one line; a `Text` may have several."""
@@ -83,12 +82,7 @@ class MergedLog:
     def __enter__(self) -> MergedLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for file in self._files.values():
             file.close()
 

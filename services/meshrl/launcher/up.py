@@ -83,7 +83,7 @@ class FleetOperations:
         return {"added": names}
 
     async def drain(self, request: Mapping[str, object]) -> Answer:
-        """End the worker `name` for good; answers when it has gone."""
+        """End the worker `name` without a restart; returns when it has exited."""
         name = str(request.get("name"))
         if name in self._supervisor.states:
             self._log(f"fleet: draining {name}")
@@ -104,7 +104,7 @@ class FleetOperations:
 
 REDRAW_S = 0.25
 STEP_LINE_S = 3.0
-"""Between two lines of progress: small models make several steps a second."""
+"""Seconds between two lines of progress: small models make several steps a second."""
 WAITING_LINE_S = 30.0
 LOG_BYTES = 16 << 20
 """A service's log of this size is moved aside: `queue.log` becomes `queue.log.1`, that one `queue.log.2`."""
@@ -127,7 +127,7 @@ def up(
 ) -> int:
     """Run the mesh of `recipe` to its end, with `view` beside a page over it; the exit code.
 
-    `machines` says where services run; None: here. `accept_changes` lets the run go on with other data, another model
+    `machines` says where services run; None: here. `accept_changes` continues the run with other data, another model
     or another reward than it began with.
 
     Raises:
@@ -198,7 +198,7 @@ def _tell(verdict: Verdict, mesh_status: MeshStatus) -> None:
     """Say on stderr why the run is not finished."""
     if verdict.stopped:
         at = "" if mesh_status.saved_step is None else f" at step {mesh_status.saved_step}"
-        say(f"{verdict.line}{at}; the same command goes on from there", err=True)
+        say(f"{verdict.line}{at}; the same command continues from there", err=True)
     elif not verdict.finished:
         say(f"error: {verdict.line}", err=True)
 
@@ -282,7 +282,7 @@ class _Stopping:
         self._supervisor.stop(f"stopped by {SIGNALS[number]}", 128 + number)
 
     def on_lost(self) -> None:
-        """Stop as for a terminal that is lost: nobody sees how the run goes on."""
+        """Stop as for a terminal that is lost: nobody sees how the run continues."""
         self._supervisor.stop("stopped by a closed pipe", 128 + signal.SIGPIPE)
 
 

@@ -37,7 +37,7 @@ BANDWIDTH: Final = 10e9
 ROWS: Final = 2000
 """About as many rows are simulated of each split; larger batches are simulated at a fraction of the size."""
 FEWEST_GROUPS: Final = 8
-"""A batch keeps so many groups, however small it is simulated, unless they are very large."""
+"""The fewest groups of a simulated batch, unless they are very large."""
 SLACK: Final = 0.05
 """A side that idles less than this is busy."""
 SHARES: Final = (0.6, 1.0, 1.6)
@@ -111,7 +111,7 @@ class FleetPlan:
     tried: tuple[GpuSplit, ...]
     """All, from the fewest rollout GPUs to the most; `best` is one of them."""
     scale: int
-    """Everything was simulated at one part in so many of its size."""
+    """Divisor of all sizes in the simulation."""
     advice: str
     assumptions: tuple[str, ...]
 
@@ -312,7 +312,7 @@ class _Case:
         return sorted({self.rollout_for(balanced * share) for share in SHARES})
 
     def rollout_for(self, trainer: float) -> int:
-        """Rollout GPUs beside about so many trainer GPUs: whole workers, and at least one GPU on either side."""
+        """Rollout GPUs for about `trainer` trainer GPUs: whole workers, and at least one GPU on either side."""
         size = self.asked.gpus_per_worker
         most = (self.asked.gpus - 1) // size
         return size * min(most, max(1, round((self.asked.gpus - trainer) / size)))

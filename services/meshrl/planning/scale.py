@@ -139,7 +139,7 @@ class _SimulatedMesh:
         """Staleness of the rows of each step."""
 
     async def run(self) -> Outlook:
-        """Until the rate is steady."""
+        """Wait until the rate is steady."""
         setting, queue = self._setting, self._queue
         queue.end_no_lease()  # nobody fails here, and the watch over leases costs time by the clock
         resident = setting.resident_groups * setting.group * setting.lengths.mean
@@ -269,7 +269,7 @@ class _SimulatedMesh:
         return abs(rates[1] / rates[0] - 1) < STEADY and abs(ages[1] - ages[0]) < STEADY_AGE
 
     def _outlook(self, marks: Sequence[_Sums]) -> Outlook:
-        """From the end of the first third of the steps on."""
+        """Sums from the end of the first third of the steps on."""
         setting, first = self._setting, (len(marks) - 1) // 3
         since, now = marks[first], marks[-1]
         lasted, rows = now.at - since.at, now.rows - since.rows

@@ -78,14 +78,14 @@ class Setting:
     batch_groups: int
     step_s: float
     alone_speedup: float = 1.0
-    """A request that runs alone is so many times as fast as one among `slots`."""
+    """Speed of a request that runs alone, over that of one among `slots`."""
     max_staleness: float = 1
     resident_batches: int = 4
     resident_groups: float = math.inf
     """Groups whose payload `queue.resident_bytes` and `resident_tokens` hold."""
     on_update: OnUpdate = OnUpdate.IN_FLIGHT
     transfer_s: float = 0.0
-    """From the end of a step until every worker has staged its version."""
+    """Seconds from the end of a step until every worker has staged its version."""
     commit_s: float = 0.0
     """How long an engine pauses to load what it has staged."""
     sync_batches: bool = False
@@ -108,7 +108,7 @@ class Setting:
     call_s: float = CALL_S
     row_s: float = ROW_S
     most_rows: int = 2500
-    """Training ends after so many rows, or once its rate is steady."""
+    """The most rows; training ends earlier once its rate is steady."""
     seed: int = 0
 
 
@@ -160,14 +160,14 @@ class PacedGpu:
         """When the timer looks. uvloop's handle of a timer that is due at once cannot say."""
 
     def sample(self, tokens: float, done: Callable[[], None]) -> None:
-        """Sample so many tokens, then call `done`."""
+        """Sample the tokens, then call `done`."""
         self.advance()
         self.running += 1
         heapq.heappush(self._ends, (self._served + tokens, next(self._number), done))
         self._arm()
 
     def pause(self, paused: bool) -> None:
-        """Stand still, or go on."""
+        """Stand still, or continue."""
         self.advance()
         self._paused = paused
         self._arm()
@@ -188,7 +188,7 @@ class PacedGpu:
         self._at = now
 
     def _arm(self) -> None:
-        """The next look is at the next end, or earlier: a timer that is too early stays."""
+        """Set the timer to the next end; a timer that is too early stays."""
         speed = self._speed()
         if not speed:
             if self._timer:

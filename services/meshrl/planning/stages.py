@@ -35,7 +35,7 @@ from meshrl.transferqueue.queue import TransferQueue
 RUN: Final = "plan"
 FIRST: Final = Version(1, 0)
 NEVER_S: Final = 1e11
-"""Waits have no end here: what idle workers ask in vain every LEASE_WAIT_S is charged, not simulated."""
+"""Waits have no end here: calls of idle workers, one every LEASE_WAIT_S, are charged, not simulated."""
 MOST_TURNS: Final = 8
 """Turns of a response that are simulated: more calls of tools are put together."""
 STAGES: Final = (
@@ -98,7 +98,7 @@ class PricedQueue:
         return rows
 
     async def write(self, stage: StageSpec, rows: Sequence[Row], newest: Version) -> None:
-        """The columns of rows that were leased; of sampled ones the latest tokens are of `newest`."""
+        """Write the columns of leased rows; the latest tokens of sampled ones are of `newest`."""
         await self.processor.spend(rows=len(rows))
         by_block: dict[int, list[Row]] = {}
         for row in rows:
@@ -242,7 +242,7 @@ class PacedWorker:
             self._changed.set()
 
     def _observed(self, row: Row) -> None:
-        """Its tools have answered."""
+        """Note that its tools have answered."""
         self._waiting.append(row)
         self._begin_turns()
 
@@ -307,7 +307,7 @@ class _SeatQueue:
         self._free_at = [0.0] * seats.count
 
     def serve(self, now: float, samples: int) -> float:
-        """When the last of so many samples has its score."""
+        """The time at which the last of the samples has its score."""
         seats, end = self._seats, now
         for _ in range(samples):
             begin = max(now, self._free_at[0])

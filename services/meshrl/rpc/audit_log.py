@@ -67,7 +67,7 @@ class AuditedChanges:
         self._audit = audit
 
     async def submit(self, submission: Submission) -> Accepted:
-        """As of the registry."""
+        """Submit to the registry, and log it."""
         with self._audited("submit", submission.name) as line:
             line["hash"] = content_hash(submission)
             accepted = await self._registry.submit(CALLER.get().name, submission)
@@ -75,7 +75,7 @@ class AuditedChanges:
         return accepted
 
     async def roll_back(self, name: str, version: str) -> Name:
-        """As of the registry."""
+        """Roll back in the registry, and log it."""
         with self._audited("roll_back", name) as line:
             line["hash"] = self._registry.resolve(name, version) if version else ""
             changed = await self._registry.roll_back(CALLER.get().name, name, version)
@@ -83,7 +83,7 @@ class AuditedChanges:
         return changed
 
     async def retire(self, name: str, version: str) -> Name:
-        """As of the registry."""
+        """Retire in the registry, and log it."""
         with self._audited("retire", name) as line:
             line["hash"] = self._registry.resolve(name, version) if version else ""
             changed = await self._registry.retire(CALLER.get().name, name, version)

@@ -61,6 +61,8 @@ class MeshRole(StrEnum):
     """Submits rewards."""
     AGENT = "agent"
     """Claims sessions at a gateway."""
+    TUNER = "tuner"
+    """Trains models of its own: `meshrl.contract.ports.Training`."""
     READER = "reader"
     """Looks, and changes nothing."""
 
@@ -70,8 +72,8 @@ OWN_STAGES: Final = (MeshRole.ROLLOUT, MeshRole.REWARD, MeshRole.REFERENCE)
 
 
 def role_of(kind: str) -> MeshRole | None:
-    """The role of a kind of service; None for the queue, which calls nobody."""
-    if kind == "queue":
+    """The role of a kind of service; None for the queue and for `tinker`, which call nobody."""
+    if kind in ("queue", "tinker"):
         return None
     built_in = (MeshRole.FEEDER, MeshRole.TRAINER, *OWN_STAGES)
     return MeshRole(kind) if kind in built_in else MeshRole.STAGE

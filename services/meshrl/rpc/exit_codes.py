@@ -18,8 +18,8 @@ class Exit(enum.IntEnum):
     PART_FAILED = 70
     """EX_SOFTWARE: the step of a part of a batch failed that trainers had died with; the next start narrows it."""
     REFUSED = 74
-    """EX_IOERR: the machine or a service refuses for good: no room, no permission, a credential that is wrong."""
+    """EX_IOERR: the machine or a service refuses each attempt: no room, no permission, a credential that is wrong."""
     PORT_IN_USE = 75
     """EX_TEMPFAIL: another process has the port; another port would work."""
     DRAINED = 143
-    """128 + SIGTERM: drained before its work was done; the same command goes on with it."""
+    """128 + SIGTERM: drained before its work was done; the same command continues with it."""

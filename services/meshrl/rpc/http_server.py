@@ -63,13 +63,13 @@ class ConnectionLimits:
     """How many connections a server holds, and how long one may take to say what it wants."""
 
     total: int
-    """From all peers."""
+    """Connections from all peers."""
     header_s: float = HEADER_S
     """Seconds for a TLS handshake, and for the headers of a request."""
 
     @property
     def per_peer(self) -> int:
-        """From one address: three quarters of all, so that others find room."""
+        """Connections from one address: three quarters of all, so that others find room."""
         return max(1, self.total * 3 // 4)
 
 
@@ -216,7 +216,7 @@ class HttpServer:
         self._requests: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> None:
-        """Accept until cancelled; then the listening socket is closed, and open connections go on."""
+        """Accept until cancelled; then the listening socket is closed, and open connections continue."""
         loop = asyncio.get_running_loop()
         self._listener.setblocking(False)
         try:
@@ -238,13 +238,13 @@ class HttpServer:
         finally:
             self._listener.close()
 
-    async def drain(self) -> None:
-        """Give running requests DRAIN_S to end, and close every connection."""
+    async def drain(self, grace_s: float) -> None:
+        """Give running requests `grace_s` to end, and close every connection."""
         for connection in list(self._open):
             if not connection.busy:
                 connection.end()
         if self._requests:
-            _, late = await asyncio.wait(self._requests, timeout=DRAIN_S)
+            _, late = await asyncio.wait(self._requests, timeout=grace_s)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
@@ -263,12 +263,12 @@ class HttpServer:
             self._requests.discard(request)
 
     def idles(self, connection: HttpConnection) -> None:
-        """A connection has become idle: it is the last of those that must make room."""
+        """Note an idle connection: it is the last of those that must make room."""
         if connection in self._open:
             self._open[connection] = self._open.pop(connection)
 
     def forget(self, connection: HttpConnection) -> None:
-        """A connection is closed. Idempotent."""
+        """Forget a closed connection. Idempotent."""
         if connection in self._open:
             del self._open[connection]
             self._by_peer[connection.peer] -= 1
@@ -307,7 +307,7 @@ _common_headers: list[tuple[bytes, bytes]] = []
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
-    """The application of this process: each request goes to the app of the port on which it came."""
+    """Serve as the application of this process: each request goes to the app of its port."""
     _common_headers[:] = [(b"date", formatdate(usegmt=True).encode())]
     connection: HttpConnection = scope["state"].pop(CONNECTION)
     await connection.answer(scope, receive, send)
@@ -357,16 +357,31 @@ async def serving(
     """
     context = server_tls(tls)
     listener = _listen(host, port, cannot)
-    server = HttpServer(app, listener, limits, context)
+    async with serving_on(listener, app, limits, context, name=name):
+        yield listener.getsockname()[1]
+
+
+@asynccontextmanager
+async def serving_on(
+    listener: socket.socket,
+    app: ASGIApp,
+    limits: ConnectionLimits,
+    tls: ServerTls | None = None,
+    *,
+    name: str,
+    grace_s: float = DRAIN_S,
+) -> AsyncIterator[None]:
+    """Serve `app` on a listening socket while the body runs, and close it; running requests get `grace_s` then."""
+    server = HttpServer(app, listener, limits, tls)
     accepting = asyncio.create_task(server.run(), name=f"{name} connections")
     try:
-        yield listener.getsockname()[1]
+        yield
         if accepting.done():
             raise InfraError(f"the HTTP server of the {name} ended: {accepting.exception()}")
     finally:
         accepting.cancel()
         await asyncio.wait({accepting})
-        await server.drain()
+        await server.drain(grace_s)
 
 
 @asynccontextmanager

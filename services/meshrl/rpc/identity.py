@@ -1,4 +1,4 @@
-"""Who calls, and what he may: the one table of methods and roles, and what every server asks, gRPC and HTTP alike.
+"""Identity and rights of callers: one table of methods and roles, which gRPC and HTTP servers ask.
 
     authorization ──▶ credential of the run, or a token of a file ─┐
     mutual TLS ─────▶ certificate ─────────────────────────────────┴─▶ Principal ──▶ METHODS[method] ──▶ the method
@@ -40,6 +40,7 @@ from meshrl.rpc.clients.services import (
     RewardTable,
     RolloutTable,
     TrainerTable,
+    TrainingTable,
     WeightPatchesTable,
     WeightsTable,
 )
@@ -54,6 +55,7 @@ TABLES: Final[Sequence[type[MethodTable]]] = (
     RewardTable,
     RewardRegistryTable,
     TrainerTable,
+    TrainingTable,
     WeightsTable,
     WeightPatchesTable,
 )
@@ -69,10 +71,12 @@ OPEN: Final = frozenset(f"/{health.SERVICE_NAME}/{method}" for method in ("Check
 METRICS: Final = "/metrics"
 CLAIM: Final = "a claim of a session"
 VIEW: Final = "the view"
+TINKER: Final = "the Tinker API"
 PAGES: Final[Mapping[str, frozenset[MeshRole]]] = {
     METRICS: frozenset((MeshRole.READER, MeshRole.OPERATOR)),
     CLAIM: frozenset((MeshRole.AGENT, MeshRole.OPERATOR)),
     VIEW: frozenset((MeshRole.READER, MeshRole.OPERATOR)),
+    TINKER: frozenset((MeshRole.TUNER, MeshRole.OPERATOR)),
 }
 """Roles by page that HTTP alone serves. Its routes of the reward registry are methods of METHODS."""
 
@@ -275,7 +279,7 @@ class Identity:
         self._rates = rates or {}
         self._asks = asks
         self.refused: Callable[[str, Presented, MeshError], object] = lambda *_: None
-        """Told of each caller that `admit` refuses: method, caller, reason."""
+        """Called for each caller that `admit` refuses: method, caller, reason."""
 
     def admit(self, method: str, presented: Presented) -> Principal:
         """The caller, who may call `method`; counts the call.
@@ -380,7 +384,7 @@ class Identity:
 
 
 def caller_of_quota() -> str:
-    """Whose quota this call uses: the caller's role; "" for the operator, and where nobody is asked."""
+    """The role whose quota this call uses; "" for the operator, and without authentication."""
     roles = CALLER.get().roles
     return "" if MeshRole.OPERATOR in roles else "+".join(sorted(roles))
 

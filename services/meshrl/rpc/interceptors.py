@@ -2,7 +2,7 @@
 
 Servicers register here instead of with the server. So a servicer translates and delegates, five lines a method, and
 has no `try`. A request that protobuf cannot parse is the caller's error (INVALID_ARGUMENT); gRPC alone would answer
-UNKNOWN. `Pace` is that at which somebody must read an answer, over gRPC and over HTTP: what is not read stays in
+UNKNOWN. `Pace` is the lowest rate at which a caller must read an answer, over gRPC and HTTP: unread bytes stay in
 memory.
 
     gRPC ──▶ interceptor 1 ( … interceptor n ( parse, the servicer's method, write what it yields ))
@@ -278,7 +278,7 @@ class LongPolls:
 
 
 RECEIVED: ContextVar[Callable[[int], object]] = ContextVar("received", default=lambda _: None)
-"""Is told the bytes of a streamed request as they come; may refuse more."""
+"""Called with the bytes of each message of a streamed request; may raise."""
 
 
 class Answered:
@@ -328,7 +328,7 @@ async def collected(
                 messages.append(request)
                 scope.reschedule(began + PATIENCE_S + size / LEAST_RATE)
     except TimeoutError as error:
-        raise UnavailableError(f"of a streamed request {size} bytes came, and no end") from error
+        raise UnavailableError(f"a streamed request sent {size} bytes and did not end") from error
     return messages
 
 
@@ -363,7 +363,7 @@ class Pace:
         self._timer = loop.call_later(self._left_s, self._late)
 
     def sent(self) -> None:
-        """It is there, or nobody waits for it. Idempotent."""
+        """Stop the timer: the answer was read, or nobody waits for it. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

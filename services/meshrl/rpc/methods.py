@@ -7,8 +7,8 @@
           ├─ servicer (servicers.py): the request's fields are the arguments of the port's method
           └─ `MethodTable.methods`: roles (identity.py), long polls (interceptors.py), bounds
 
-Types, path and arity of a method stand in the generated descriptor, how its values travel follows from the signature
-(contract/codec/control.py). Streams are written by hand in client and servicer; their rows stand here too.
+Types, path and arity of a method are in the generated descriptor, how its values travel follows from the signature
+(contract/codec/control.py). Streams are written by hand in client and servicer; their rows are here too.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class MethodRow:
     name: str
     """In the .proto."""
     roles: frozenset[MeshRole]
-    """Who may call it."""
+    """Roles that may call it."""
     port: Callable[..., Coroutine[Any, Any, Any]] | None = None
     """The port's method; None: client and servicer have it by hand."""
     waits: bool = False
-    """It may wait long: it ends with UnavailableError as soon as the server drains."""
+    """Whether it may wait long: it then ends with UnavailableError as soon as the server drains."""
     repeatable: bool = True
     """Calling twice has the effect of calling once, so clients repeat it."""
     answer_s: float | None = None
@@ -74,7 +74,7 @@ class Method:
         self.descriptor = descriptor
         asks, answers = descriptor.client_streaming, descriptor.server_streaming
         self.arity = f"{'stream' if asks else 'unary'}_{'stream' if answers else 'unary'}"
-        """As gRPC names it."""
+        """gRPC's name of the arity."""
         self.path = f"/{descriptor.containing_service.full_name}/{descriptor.name}"
         self.request: type[Message] = GetMessageClass(descriptor.input_type)
         self.reply: type[Message] = GetMessageClass(descriptor.output_type)

@@ -11,7 +11,6 @@ from meshrl.config.run_record import refuse_several_queues
 from meshrl.contract.codec.bulk import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
-from meshrl.contract.types import Precision
 from meshrl.rpc.clients.base import SERVICE_RETRY_S, Patience
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.runtime import ServiceContext
@@ -26,7 +25,6 @@ async def connect_queue(
     *,
     retry_s: float = SERVICE_RETRY_S,
     compression: Mode = "auto",
-    logprob_precision: Precision = "fp32",
     patience: Patience | None = None,
 ) -> AsyncIterator[Queue]:
     """The queue at `address`. Raises UserError unless that is `host:port` or `unix:/path`."""
@@ -36,7 +34,6 @@ async def connect_queue(
         compression=compression,
         patience=patience,
     ) as queue:
-        queue.logprob_precision = logprob_precision
         yield queue
 
 
@@ -47,7 +44,6 @@ def connect_mesh_queue(
     return connect_queue(
         context.address_of("queue"),
         compression=recipe.queue.compression,
-        logprob_precision=recipe.queue.logprob_precision,
         patience=patience or Patience(),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Final
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -57,9 +58,13 @@ class QueueCollector(Collector):
             "Per row, from the last column of its group to the batch that takes it.",
             labels=["run"],
         )
-        fleet = _FleetGauges()
+        fleet = [
+            GaugeMetricFamily(f"meshrl_rollout_{name}", told, labels=["run"])
+            for name, told in FLEET.items()
+        ]
         for run in self._queue.open_runs:
-            fleet.add(run)
+            for gauge, value in zip(fleet, _of_fleet(run), strict=True):
+                gauge.add_metric([run.name], value)
             ledger = run.ledger.snapshot(run.name)
             for state, count in ledger.resident.items():
                 resident.add_metric([ledger.run, state], count)
@@ -82,7 +87,7 @@ class QueueCollector(Collector):
         )
         _add(commits, [], self._queue.commit_s)
         yield from (resident, admitted, left, payload, letters, dropped)
-        yield from (expired, ready, commits, *fleet.families)
+        yield from (expired, ready, commits, *fleet)
         yield GaugeMetricFamily(
             "meshrl_queue_store_bytes",
             "What the store takes on disk or in memory.",
@@ -98,45 +103,26 @@ def _add(family: HistogramMetricFamily, labels: list[str], durations: Durations)
     family.add_metric(labels, buckets, sum_value=durations.total_s)
 
 
-class _FleetGauges:
-    """The gauges of the rollout stage, by run. An autoscaler reads them."""
+FLEET: Final = {
+    "ready_rows": "Rows that a rollout worker could lease now.",
+    "held_rows": "Rows that rollout workers hold.",
+    "slots": "Rows that the workers heard of lately could hold.",
+    "workers": "Rollout workers heard of lately.",
+    "headroom_rows": "Rows that may still come in before staleness or bytes bound it.",
+    "wanted_workers": "As many as the rows that wait or run would fill; a hint.",
+}
+"""Gauges of the rollout stage, by run, which an autoscaler reads."""
 
-    def __init__(self) -> None:
-        self._ready = _gauge("ready_rows", "Rows that a rollout worker could lease now.")
-        self._held = _gauge("held_rows", "Rows that rollout workers hold.")
-        self._slots = _gauge("slots", "Rows that the workers heard of lately could hold.")
-        self._workers = _gauge("workers", "Rollout workers heard of lately.")
-        self._headroom = _gauge(
-            "headroom_rows", "Rows that may still come in before staleness or bytes bound it."
-        )
-        self._wanted = _gauge(
-            "wanted_workers", "As many as the rows that wait or run would fill; a hint."
-        )
-        self.families = (
-            self._ready,
-            self._held,
-            self._slots,
-            self._workers,
-            self._headroom,
-            self._wanted,
-        )
 
-    def add(self, run: Run) -> None:
-        """Add the numbers of one run. Reads only single numbers, because another thread calls it."""
-        stage = next(stage for stage in run.stages.ordered if stage.first)
-        workers = run.fair_share.recent_workers(now=run.clock(), silence_s=run.spec.lease_ttl_s)
-        ready, held = run.num_ready(stage), sum(holder.rows for holder in workers)
-        slots = sum(holder.slots for holder in workers)
-        headroom = 0 if run.record.feed_closed else run.free_groups() * run.spec.group_size
-        for family, value in (
-            (self._ready, ready),
-            (self._held, held),
-            (self._slots, slots),
-            (self._workers, len(workers)),
-            (self._headroom, headroom),
-            (self._wanted, wanted_workers(ready + held, slots, len(workers))),
-        ):
-            family.add_metric([run.name], value)
+def _of_fleet(run: Run) -> tuple[int, ...]:
+    """The values of FLEET. Reads only single numbers, because another thread calls it."""
+    stage = next(stage for stage in run.stages.ordered if stage.first)
+    workers = run.fair_share.recent_workers(now=run.clock(), silence_s=run.spec.lease_ttl_s)
+    ready, held = run.num_ready(stage), sum(holder.rows for holder in workers)
+    slots = sum(holder.slots for holder in workers)
+    headroom = 0 if run.record.feed_closed else run.free_groups() * run.spec.group_size
+    wanted = wanted_workers(ready + held, slots, len(workers))
+    return ready, held, slots, len(workers), headroom, wanted
 
 
 def wanted_workers(rows: int, slots: int, workers: int) -> int:
@@ -148,7 +134,3 @@ def wanted_workers(rows: int, slots: int, workers: int) -> int:
     if not rows:
         return 0
     return math.ceil(rows * workers / slots) if slots else 1
-
-
-def _gauge(name: str, help_: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"meshrl_rollout_{name}", help_, labels=["run"])

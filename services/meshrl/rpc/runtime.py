@@ -24,7 +24,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Protocol, Self, cast
 
 import grpc
@@ -226,12 +225,7 @@ class GrpcServer:
         log.info("serving %s on %s", ", ".join(names[:-1]), self.address)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         try:
             await self.drain()
         finally:
@@ -382,7 +376,7 @@ CODES: Final[Mapping[type[MeshError], Exit]] = {
 def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Run `main` on uvloop and return the exit code.
 
-    A MeshError is printed as one line, without a traceback, and so is what the machine refuses for good.
+    A MeshError is printed as one line, without a traceback, and so is a lasting error of the machine.
     """
     reuse_freed_memory()
     _allow_files()
@@ -413,7 +407,7 @@ def _allow_files() -> None:
 
 
 def _is_told(error: BaseException) -> bool:
-    """Whether it is told in one line, without a traceback."""
+    """Whether it is printed as one line, without a traceback."""
     return isinstance(error, MeshError) or bool(lasting_fault(error))
 
 
@@ -447,7 +441,7 @@ class ServiceContext:
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Address (`host:port`) by kind of service (`queue`, `trainer`)."""
     accept_changes: bool = False
-    """The run may go on with other data, another model or another reward than it began with."""
+    """The run may continue with other data, another model or another reward than it began with."""
 
     def address_of(self, kind: str) -> str:
         """The address of a service. Raises UserError if it is unknown."""

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import Message
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from meshrl.contract import codec, types
+from meshrl.contract import codec, ports, types
 from meshrl.contract.codec.bulk import TAKES_COMPRESSED
 from meshrl.contract.errors import MeshError, NotFoundError
 from meshrl.contract.ports import HeartbeatQueue, Judge
 from meshrl.contract.types import EngineStats, TrainerPhase, TrainerStatus
+from meshrl.rollout.containers.pool import Pool
 from meshrl.rpc.clients.operators import (
     CASE,
     KINDS,
@@ -31,7 +32,7 @@ from meshrl.rpc.clients.operators import (
     RewardRegistryTable,
 )
 from meshrl.rpc.clients.queue import QueueTable
-from meshrl.rpc.clients.services import RewardTable, RolloutTable, TrainerTable
+from meshrl.rpc.clients.services import RewardTable, RolloutTable, TrainerTable, TrainingTable
 from meshrl.rpc.credentials import MeshRole, role_of_stage
 from meshrl.rpc.identity import CALLER, caller_of_quota, require, served_stages
 from meshrl.rpc.interceptors import ANSWERED, Context, bounded, closing, collected
@@ -346,6 +347,13 @@ class RolloutServicer(TableServicer, table=RolloutTable):
         super().__init__(engine)
 
 
+class TrainingServicer(TableServicer, table=TrainingTable):
+    """The port of callers' models."""
+
+    def __init__(self, training: ports.Training) -> None:
+        super().__init__(training)
+
+
 class EngineCollector(Collector):
     """Prometheus metrics of how an engine takes new weights, read at each scrape."""
 
@@ -370,7 +378,29 @@ class EngineCollector(Collector):
         yield staging
 
 
-class Training(Protocol):
+class BoxCollector(Collector):
+    """Prometheus metrics of a worker's containers, read at each scrape."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterator[Metric]:
+        """One gauge, five counters."""
+        stats = self._pool.stats
+        yield GaugeMetricFamily(
+            "meshrl_boxes", "Containers of rows that run.", value=self._pool.running
+        )
+        for name, told, value in (
+            ("started", "Containers started.", stats.started),
+            ("warm", "Containers that were there when a row wanted one.", stats.warm),
+            ("failed", "Images that could not be made, and starts that failed.", stats.failed),
+            ("start_seconds", "Seconds of all starts of containers together.", stats.start_s),
+            ("wait_seconds", "Seconds that rows waited for their containers.", stats.wait_s),
+        ):
+            yield CounterMetricFamily(f"meshrl_boxes_{name}", told, value=value)
+
+
+class StatusTelling(Protocol):
     """The state of a trainer, for whoever watches it."""
 
     def status(self) -> TrainerStatus: ...
@@ -381,7 +411,7 @@ class Training(Protocol):
 class TrainerServicer(TableServicer, table=TrainerTable):
     """The stream of statuses."""
 
-    def __init__(self, trainer: Training) -> None:
+    def __init__(self, trainer: StatusTelling) -> None:
         super().__init__(trainer)
         self._trainer = trainer
 

@@ -69,7 +69,7 @@ def channel(
 def blocking_channel(
     address: str, options: Sequence[tuple[str, Any]] = (), credential: Credential | None = None
 ) -> grpc.Channel:
-    """As `channel`, for a thread without an event loop."""
+    """A `channel` for a thread without an event loop."""
     return cast("grpc.Channel", _open(grpc, address, options, credential))
 
 
@@ -131,7 +131,7 @@ class _Channel:
         return self._opened[-1]
 
     def close(self, *grace: float | None) -> Any:
-        """As gRPC's: of an asynchronous channel, something to await."""
+        """Close all channels; asynchronous ones return an awaitable, as gRPC's do."""
         closing = [each.close(*grace) for each in self._opened]
         return asyncio.gather(*closing) if asyncio.iscoroutine(closing[0]) else None
 
@@ -160,7 +160,7 @@ class _Channel:
         await self.close(None)
 
     async def channel_ready(self) -> None:
-        """As gRPC's, of the channel for calls that start now."""
+        """Wait until the channel for new calls is ready."""
         await self.current().channel_ready()
 
 
@@ -213,7 +213,7 @@ def _channel_credentials(tls: Certificates) -> grpc.ChannelCredentials:
 def add_port(server: grpc.aio.Server, address: str, tls: Certificates) -> int:
     """Bind `address`, with TLS if there is a certificate. Returns the port, 0 on failure.
 
-    A new connection gets the certificates that the files hold then; open ones go on.
+    A new connection gets the certificates that the files hold then; open ones continue.
     """
     if tls.cert is None:
         return server.add_insecure_port(address)

@@ -18,7 +18,7 @@ MAX_ANSWER_BYTES: Final = 512 << 20
 MAX_CONNECTIONS: Final = 16_384
 """Limit of one server; a worker has two or three connections to its queue."""
 MAX_METADATA_BYTES: Final = 64 << 10
-"""Enough for an error with its details; gRPC's default of 8 KiB is less than a traceback."""
+"""Limit of metadata: an error with its details fits; gRPC's default of 8 KiB is less than a traceback."""
 MAX_WAIT_S: Final = 60.0
 """The longest wait in the server, whatever a call asks for; the client calls again."""
 

@@ -17,11 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meshrl.contract.errors import ForbiddenError
 
-FORM: Final = "multipart/form-data"
 JSON: Final = "application/json"
-CALLER_HEADER: Final = "x-meshrl"
-"""A form needs it, with any value, or a token: browsers send a form to other sites without asking, but no header of
-one's own."""
+PROTOBUF: Final = "application/x-protobuf"
 ANY_ADDRESS = ("0.0.0.0", "::")
 OWN_PAGES = ("same-origin", "none")
 """Values of Sec-Fetch-Site: a page of this server, and an address that a person typed."""
@@ -31,7 +28,7 @@ Refuse: TypeAlias = Callable[[int, str, str], ASGIApp]
 
 
 class WebRequests:
-    """ASGI middleware: 403 for another Host or Origin, 415 for a body that is not declared as JSON or as a form."""
+    """ASGI middleware: 403 for another Host or Origin, 415 for a body that is not declared as JSON."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str], refuse: Refuse) -> None:
         self._app = app
@@ -129,14 +126,6 @@ def _content(headers: Mapping[str, str]) -> str:
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if not kind and not has_body:
         return ""
-    if kind == FORM:
-        origin = headers.get("origin")
-        own_page = headers.get("sec-fetch-site") == "same-origin" or (
-            origin is not None and same_origin(origin, headers["host"])
-        )
-        if own_page or "authorization" in headers or CALLER_HEADER in headers:
-            return ""
-        return f"a form needs the header X-Meshrl (any value), or a token; or send {JSON}"
-    if kind == JSON:
+    if kind in (JSON, PROTOBUF):  # browsers ask before they send either to another site
         return ""
-    return f"content type {kind[:80]!r}: want {JSON}, or {FORM} where a file is sent"
+    return f"content type {kind[:80]!r}: want {JSON}"

@@ -1,4 +1,4 @@
-"""Tiny random models that read pictures."""
+"""Tiny random vision-language models."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from meshrl.verl.rules import (
     Given,
     KeyStatus,
     as_list,
+    configured,
     expanded,
     no,
 )
@@ -35,13 +36,10 @@ PACKS = "rows are packed to a token budget"
 BUDGET = "actor.ppo_max_token_len_per_gpu"
 
 
-def path_to(ours: str) -> Convert:
+@configured
+def path_to(ours: str, value: Any, given: Given) -> Conversion:
     """A path, `~` replaced."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        return Conversion(settings={ours: expanded(value)}) if value else Conversion(note="none")
-
-    return convert
+    return Conversion(settings={ours: expanded(value)}) if value else Conversion(note="none")
 
 
 def model_path(value: Any, given: Given) -> Conversion:
@@ -84,36 +82,27 @@ def compute_type(value: Any, given: Given) -> Conversion:
     )
 
 
-def pair(ours: str) -> Convert:
+@configured
+def pair(ours: str, value: Any, given: Given) -> Conversion:
     """A list, also where quotes make it a text."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        found = json.loads(value) if isinstance(value, str) else value
-        return Conversion(settings={ours: found})
-
-    return convert
+    found = json.loads(value) if isinstance(value, str) else value
+    return Conversion(settings={ours: found})
 
 
-def files_to(ours: str) -> Convert:
+@configured
+def files_to(ours: str, value: Any, given: Given) -> Conversion:
     """One file or a list of them."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        return Conversion(settings={ours: [expanded(path) for path in as_list(value)]})
-
-    return convert
+    return Conversion(settings={ours: [expanded(path) for path in as_list(value)]})
 
 
-def name_in(package: str, ours: str) -> Convert:
+@configured
+def name_in(package: str, ours: str, value: Any, given: Given) -> Conversion:
     """A name that a file of ours must have too."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        if value in known(package):
-            return Conversion(settings={ours: value})
-        return no(
-            f"there is no {value!r} here ({ours}: {', '.join(known(package))}); write one: docs/how-to/extend.md"
-        )
-
-    return convert
+    if value in known(package):
+        return Conversion(settings={ours: value})
+    return no(
+        f"there is no {value!r} here ({ours}: {', '.join(known(package))}); write one: docs/how-to/extend.md"
+    )
 
 
 def only(*values: Any, note: str, instead: str) -> Convert:
@@ -125,42 +114,34 @@ def only(*values: Any, note: str, instead: str) -> Convert:
     return convert
 
 
-def row_budget(ours: str, dynamic: str) -> Convert:
+@configured
+def row_budget(ours: str, dynamic: str, value: Any, given: Given) -> Conversion:
     """Rows of a forward pass as tokens: rows x longest row."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        if value is None:
-            return Conversion(note=PACKS)
-        if given.get(dynamic, given.get(f"{ACTOR}.use_dynamic_bsz")):
-            return Conversion(
-                status=KeyStatus.IGNORED, note="use_dynamic_bsz: the token budget decides"
-            )
-        rows = int(value)
+    if value is None:
+        return Conversion(note=PACKS)
+    if given.get(dynamic, given.get(f"{ACTOR}.use_dynamic_bsz")):
         return Conversion(
-            settings={ours: rows * given.row_tokens},
-            note=f"{rows} rows x {given.row_tokens} tokens (the same gradient for any split)",
+            status=KeyStatus.IGNORED, note="use_dynamic_bsz: the token budget decides"
         )
+    rows = int(value)
+    return Conversion(
+        settings={ours: rows * given.row_tokens},
+        note=f"{rows} rows x {given.row_tokens} tokens (the same gradient for any split)",
+    )
 
-    return convert
 
-
-def token_budget(ours: str, dynamic: str) -> Convert:
+@configured
+def token_budget(ours: str, dynamic: str, value: Any, given: Given) -> Conversion:
     """Tokens of a forward pass, where verl reads them; times the ranks that share a row."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        if not given.get(dynamic, given.get(f"{ACTOR}.use_dynamic_bsz")):
-            return Conversion(
-                status=KeyStatus.IGNORED, note="use_dynamic_bsz is off: verl does not read it"
-            )
-        split = "ulysses_sequence_parallel_size"
-        shared = int(
-            given.get(f"{ACTOR}.{split}") or given.get(f"{ACTOR}.fsdp_config.{split}") or 1
+    if not given.get(dynamic, given.get(f"{ACTOR}.use_dynamic_bsz")):
+        return Conversion(
+            status=KeyStatus.IGNORED, note="use_dynamic_bsz is off: verl does not read it"
         )
-        tokens = max(int(value) * shared, given.row_tokens)
-        note = f"{value} x {shared} ranks of a sequence" if shared > 1 else ""
-        return Conversion(settings={ours: tokens}, note=note)
-
-    return convert
+    split = "ulysses_sequence_parallel_size"
+    shared = int(given.get(f"{ACTOR}.{split}") or given.get(f"{ACTOR}.fsdp_config.{split}") or 1)
+    tokens = max(int(value) * shared, given.row_tokens)
+    note = f"{value} x {shared} ranks of a sequence" if shared > 1 else ""
+    return Conversion(settings={ours: tokens}, note=note)
 
 
 def clip_ratio(value: Any, given: Given) -> Conversion:
@@ -169,11 +150,6 @@ def clip_ratio(value: Any, given: Given) -> Conversion:
         note = "verl does not read it: clip_ratio_low and clip_ratio_high are 0.2 unless given"
         return Conversion(settings={"actor.clip_ratio": value}, note=note)
     return Conversion(settings={"actor.clip_ratio": value})
-
-
-def clip_ratio_c(value: Any, given: Given) -> Conversion:
-    """3 in every loss, where ours is 20 in the dppo losses."""
-    return Conversion(settings={"actor.clip_ratio_c": value})
 
 
 def loss_scale_factor(value: Any, given: Given) -> Conversion:
@@ -185,49 +161,40 @@ def loss_scale_factor(value: Any, given: Given) -> Conversion:
     return Conversion(settings={"actor.loss_scale_factor": value})
 
 
-def warmup_steps(ours: str, section: str) -> Convert:
+@configured
+def warmup_steps(ours: str, section: str, value: Any, given: Given) -> Conversion:
     """-1 leaves it to the ratio."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        if value is not None and int(value) >= 0:
-            return Conversion(settings={f"{ours}.lr_warmup_steps": int(value)})
-        return Conversion(note="lr_warmup_steps_ratio decides")
-
-    return convert
+    if value is not None and int(value) >= 0:
+        return Conversion(settings={f"{ours}.lr_warmup_steps": int(value)})
+    return Conversion(note="lr_warmup_steps_ratio decides")
 
 
-def warmup_ratio(ours: str, section: str) -> Convert:
+@configured
+def warmup_ratio(ours: str, section: str, value: Any, given: Given) -> Conversion:
     """A share of the run's steps; its number of steps must be known."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        ratio = float(value or 0.0)
-        fixed = given.get(f"{section}.lr_warmup_steps")
-        if ratio == 0 or (fixed is not None and int(fixed) >= 0):
-            return Conversion(note="no warm-up by ratio")
-        total = given.get(f"{section}.lr_decay_steps", given.get("trainer.total_training_steps"))
-        if total is None:
-            return no(
-                f"the number of steps is not known here: set {ours}.lr_warmup_steps, or trainer.total_training_steps"
-            )
-        steps = int(ratio * int(total))
-        return Conversion(
-            settings={f"{ours}.lr_warmup_steps": steps}, note=f"{ratio:g} of {total} steps"
-        )
-
-    return convert
-
-
-def scheduler(ours: str) -> Convert:
-    """The schedule's name."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        if value in (None, "constant", "cosine", "linear"):
-            return Conversion(settings={f"{ours}.lr_scheduler_type": value} if value else {})
+    ratio = float(value or 0.0)
+    fixed = given.get(f"{section}.lr_warmup_steps")
+    if ratio == 0 or (fixed is not None and int(fixed) >= 0):
+        return Conversion(note="no warm-up by ratio")
+    total = given.get(f"{section}.lr_decay_steps", given.get("trainer.total_training_steps"))
+    if total is None:
         return no(
-            f"there is no schedule {value!r}: {ours}.lr_scheduler_type is constant, cosine or linear"
+            f"the number of steps is not known here: set {ours}.lr_warmup_steps, or trainer.total_training_steps"
         )
+    steps = int(ratio * int(total))
+    return Conversion(
+        settings={f"{ours}.lr_warmup_steps": steps}, note=f"{ratio:g} of {total} steps"
+    )
 
-    return convert
+
+@configured
+def scheduler(ours: str, value: Any, given: Given) -> Conversion:
+    """The schedule's name."""
+    if value in (None, "constant", "cosine", "linear"):
+        return Conversion(settings={f"{ours}.lr_scheduler_type": value} if value else {})
+    return no(
+        f"there is no schedule {value!r}: {ours}.lr_scheduler_type is constant, cosine or linear"
+    )
 
 
 def metric(value: Any, given: Given) -> Conversion:
@@ -251,7 +218,7 @@ def batch_size(value: Any, given: Given) -> Conversion:
 
 
 def image_key(value: Any, given: Given) -> Conversion:
-    """Pictures: verl trains the tower that reads them unless it is told not to."""
+    """Images: verl trains the vision tower unless the recipe freezes it."""
     settings = {"data.image_key": value}
     if f"{ACTOR}.freeze_vision_tower" in given:
         return Conversion(settings=settings)
@@ -299,41 +266,33 @@ SGLANG_FLAGS = {
 """SGLang's names of vLLM's options; the others have no counterpart."""
 
 
-def engine_argument(flag: str, *, switch: bool = False) -> Convert:
+@configured
+def engine_argument(flag: str, value: Any, given: Given, *, switch: bool = False) -> Conversion:
     """An argument of the server: vLLM's flag, or SGLang's for the same."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        name = given.get(f"{ROLLOUT}.name")
-        if value is None:
-            return Conversion(note="the engine's own choice")
-        if name == "hf" or (name == "sglang" and flag not in SGLANG_FLAGS):
-            engine = "SGLang" if name == "sglang" else "the embedded engine"
-            return Conversion(status=KeyStatus.IGNORED, note=f"{engine} has no such setting")
-        if name == "sglang":
-            note = "of the SGLang server"
-            return Conversion(engine_arguments=(SGLANG_FLAGS[flag], str(value)), note=note)
-        words = ((flag,) if value else (f"--no-{flag[2:]}",)) if switch else (flag, str(value))
-        return Conversion(engine_arguments=words, note="of the vLLM server")
-
-    return convert
+    name = given.get(f"{ROLLOUT}.name")
+    if value is None:
+        return Conversion(note="the engine's own choice")
+    if name == "hf" or (name == "sglang" and flag not in SGLANG_FLAGS):
+        engine = "SGLang" if name == "sglang" else "the embedded engine"
+        return Conversion(status=KeyStatus.IGNORED, note=f"{engine} has no such setting")
+    if name == "sglang":
+        note = "of the SGLang server"
+        return Conversion(engine_arguments=(SGLANG_FLAGS[flag], str(value)), note=note)
+    words = ((flag,) if value else (f"--no-{flag[2:]}",)) if switch else (flag, str(value))
+    return Conversion(engine_arguments=words, note="of the vLLM server")
 
 
-def engine_keyword(engine: str) -> Convert:
+@configured
+def engine_keyword(engine: str, value: Any, given: Given) -> Conversion:
     """A keyword of the engine's own, as an argument of its server."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        if given.get(f"{ROLLOUT}.name", "vllm") != engine:
-            return Conversion(
-                status=KeyStatus.IGNORED, note=f"of {engine}, which does not sample here"
-            )
-        if engine == "trtllm":
-            return no("there is no engine trtllm")
-        if value is None or (value is False and engine == "sglang"):
-            return Conversion(note="the engine's own choice")
-        text = json.dumps(value) if isinstance(value, list | dict) else str(value)
-        return Conversion(engine_arguments=(KEYWORD, text), note="an argument of the server")
-
-    return convert
+    if given.get(f"{ROLLOUT}.name", "vllm") != engine:
+        return Conversion(status=KeyStatus.IGNORED, note=f"of {engine}, which does not sample here")
+    if engine == "trtllm":
+        return no("there is no engine trtllm")
+    if value is None or (value is False and engine == "sglang"):
+        return Conversion(note="the engine's own choice")
+    text = json.dumps(value) if isinstance(value, list | dict) else str(value)
+    return Conversion(engine_arguments=(KEYWORD, text), note="an argument of the server")
 
 
 def expert_parallel(value: Any, given: Given) -> Conversion:
@@ -370,28 +329,22 @@ def sampling_seed(value: Any, given: Given) -> Conversion:
     )
 
 
-def engine_option(ours: str) -> Convert:
+@configured
+def engine_option(ours: str, value: Any, given: Given) -> Conversion:
     """An option of a server's engine."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        if value is None or given.get(f"{ROLLOUT}.name") == "hf":
-            return Conversion(status=KeyStatus.IGNORED, note="the engine's own choice")
-        if value == "fp8":
-            return quantization(value, given)
-        return Conversion(settings={f"rollout.engine.{ours}": value})
-
-    return convert
+    if value is None or given.get(f"{ROLLOUT}.name") == "hf":
+        return Conversion(status=KeyStatus.IGNORED, note="the engine's own choice")
+    if value == "fp8":
+        return quantization(value, given)
+    return Conversion(settings={f"rollout.engine.{ours}": value})
 
 
-def do_sample(ours: str) -> Convert:
+@configured
+def do_sample(ours: str, value: Any, given: Given) -> Conversion:
     """False is greedy, whatever the temperature says."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        if value:
-            return Conversion(note=f"{ours} decides")
-        return Conversion(settings={ours: 0}, note="greedy")
-
-    return convert
+    if value:
+        return Conversion(note=f"{ours} decides")
+    return Conversion(settings={ours: 0}, note="greedy")
 
 
 def sampled_temperature(value: Any, given: Given) -> Conversion:
@@ -475,24 +428,21 @@ def overlong_limit(value: Any, given: Given) -> Conversion:
     )
 
 
-def reward_model(path_keys: tuple[str, ...]) -> Convert:
+@configured
+def reward_model(path_keys: tuple[str, ...], value: Any, given: Given) -> Conversion:
     """A learned reward model as a judge."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        if not value:
-            return Conversion(note="no reward model")
-        path = next((given.get(key) for key in path_keys if key in given), None)
-        if path is None:
-            return no(
-                f"it needs a path ({path_keys[0]}): reward.judges: [{{kind: model, options: {{path: ...}}}}]"
-            )
-        judge = {"kind": "model", "options": {"path": expanded(path)}}
-        return Conversion(
-            settings={"reward.judges": [judge]},
-            note="scores in the reward service; kind: pooling asks a vLLM server instead",
+    if not value:
+        return Conversion(note="no reward model")
+    path = next((given.get(key) for key in path_keys if key in given), None)
+    if path is None:
+        return no(
+            f"it needs a path ({path_keys[0]}): reward.judges: [{{kind: model, options: {{path: ...}}}}]"
         )
-
-    return convert
+    judge = {"kind": "model", "options": {"path": expanded(path)}}
+    return Conversion(
+        settings={"reward.judges": [judge]},
+        note="scores in the reward service; kind: pooling asks a vLLM server instead",
+    )
 
 
 PRIME_DATA = {
@@ -503,15 +453,12 @@ PRIME_DATA = {
 }
 
 
-def prime(ours: str) -> Convert:
+@configured
+def prime(ours: str, value: Any, given: Given) -> Conversion:
     """Read by verl's program `main_prime` only."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        if given.program.algorithm != "prime":
-            return no("only PRIME reads it: algorithm.name=prime")
-        return Conversion(settings={ours: value})
-
-    return convert
+    if given.program.algorithm != "prime":
+        return no("only PRIME reads it: algorithm.name=prime")
+    return Conversion(settings={ours: value})
 
 
 def own_log_probs(value: Any, given: Given) -> Conversion:
@@ -601,13 +548,6 @@ def _teachers(given: Given) -> list[str]:
     return [name for name in names if name != ONE_TEACHER] or [ONE_TEACHER]
 
 
-def sync_steps(value: Any, given: Given) -> Conversion:
-    """Steps between two versions."""
-    return Conversion(
-        note="versions are published every step: queue.max_staleness bounds their age"
-    )
-
-
 def reward_style(value: Any, given: Given) -> Conversion:
     """A name of what scores."""
     match value:
@@ -655,7 +595,7 @@ def staleness_threshold(value: Any, given: Given) -> Conversion:
 
 
 def partial_rollout(value: Any, given: Given) -> Conversion:
-    """Whether a response goes on under new weights."""
+    """Whether a response continues under new weights."""
     return Conversion(settings={"rollout.on_update": "in_flight" if value else "drain"})
 
 
@@ -669,7 +609,7 @@ def total_rollouts(value: Any, given: Given) -> Conversion:
 
 
 def rollout_gpus(value: Any, given: Given) -> Conversion:
-    """GPUs for sampling alone, as rollout workers of so many GPUs as an engine has ranks."""
+    """GPUs for sampling alone, as rollout workers with a GPU for each rank of an engine."""
     section = ROLLOUT if f"{ROLLOUT}.nnodes" in given else "rollout"
     gpus = int(given.get(f"{section}.nnodes") or 0) * int(
         given.get(f"{section}.n_gpus_per_node") or 8
@@ -693,15 +633,12 @@ def correction_cap(value: Any, given: Given) -> Conversion:
     )
 
 
-def critic_only(convert: Convert) -> Convert:
+@configured
+def critic_only(convert: Convert, value: Any, given: Given) -> Conversion:
     """Read only where the estimator needs values."""
-
-    def guarded(value: Any, given: Given) -> Conversion:
-        if given.get("algorithm.adv_estimator") not in ("gae", "vapo"):
-            return Conversion(status=KeyStatus.IGNORED, note="the estimator needs no critic")
-        return convert(value, given)
-
-    return guarded
+    if given.get("algorithm.adv_estimator") not in ("gae", "vapo"):
+        return Conversion(status=KeyStatus.IGNORED, note="the estimator needs no critic")
+    return convert(value, given)
 
 
 def critic_mini_batch(value: Any, given: Given) -> Conversion:

@@ -38,7 +38,7 @@ LONGEST_KEY = 500
 MOST_SUGGESTIONS = 100
 """Unknown keys for which a known one is looked for that is spelt nearly so."""
 MOST_REFERENCES = 200
-"""That are followed for the value of one key."""
+"""References that are followed for the value of one key."""
 LONGEST_TEXT = 100_000
 """Characters of a value with its references filled in."""
 _COMPOSING = ("defaults", "hydra")
@@ -68,7 +68,7 @@ class Migration:
     to_do: tuple[str, ...]
     """Complaints that `meshrl config check` would still have on this machine."""
     config: type[Config] = Recipe
-    """Whose recipe it is: of a mesh, or of `meshrl sft`."""
+    """The kind of recipe: of a mesh, or of `meshrl sft`."""
 
     def of(self, status: KeyStatus) -> list[Finding]:
         """The findings of one kind."""
@@ -210,15 +210,15 @@ class _Making:
                     )
 
     def conventions(self, given: Given) -> None:
-        """The conventions behind the numbers, and what follows from several keys together."""
-        conventions = "verl's numbers: docs/reference/algorithms.md#differences-from-verl"
+        """Apply verl's conventions behind the numbers, and what follows from several keys together."""
+        conventions = "verl's numbers: docs/reference/differences-from-verl.md"
         self.say(("algorithm", "conventions"), "verl", conventions)
         reward = self.tree.get("reward", {})
         if not reward.get("judges") and "path" not in reward.get("custom_reward_function", {}):
             by_data_source = [{"name": "verl", "kwargs": {"conventions": "verl"}}]
             self.say(("reward", "functions"), by_data_source, conventions)
         if given.row_tokens > self._set_or("actor.ppo_max_token_len_per_gpu"):
-            longest = "one row may have so many tokens"
+            longest = "the longest row has this many tokens"
             self.say(("actor", "ppo_max_token_len_per_gpu"), given.row_tokens, longest, force=True)
         if self._set_or("queue.max_staleness") == 0 and self._set_or("rollout.name") == "vllm":
             self.say(("rollout", "deterministic"), False, "vLLM has no deterministic waves")
@@ -287,7 +287,7 @@ def _rule_of(table: Sequence[KeyRule], key: str) -> KeyRule | None:
 
 
 def _misspelt(table: Sequence[KeyRule], found: KeyRule, key: str) -> bool:
-    """Is a key that only a whole section's rule knows nearly one that has a rule of its own?"""
+    """Whether a key that only the rule of its section covers is nearly a key with its own rule."""
     if not found.key.endswith(".*"):
         return False
     section, _, word = key.rpartition(".")

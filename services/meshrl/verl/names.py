@@ -1,6 +1,6 @@
 """Names of verl's keys that several of its sections share, and that change speed, memory or bookkeeping only.
 
-Every name stands here or in the table; a section's other keys are refused, since nobody here knows what they change.
+Every name is here or in the table; a section's other keys are refused, since their effect is unknown here.
 """
 
 from __future__ import annotations

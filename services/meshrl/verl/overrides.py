@@ -34,7 +34,7 @@ class Override:
     delete: bool = False
     """`~key`"""
     text: str = ""
-    """As it was written."""
+    """The override as it was written."""
 
 
 def parse(text: str) -> Override:

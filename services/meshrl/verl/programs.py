@@ -27,9 +27,9 @@ class VerlProgram:
     refused: str = ""
     """Its parts that nothing here does; the recipe is made without it."""
     instead: str = ""
-    """It is no training run: the command of ours, or why there is none."""
+    """For programs that do not train: the command of ours, or why there is none."""
     sft: bool = False
-    """It fine-tunes: a recipe of `meshrl sft`."""
+    """Whether it fine-tunes: it becomes a recipe of `meshrl sft`."""
     asynchronous: bool = False
     """verl's fully asynchronous trainer: batches are counted by `async_training`."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ class KeyStatus(StrEnum):
     MAPPED = "mapped"
     """The recipe says the same, or the mesh does so by default."""
     IGNORED = "ignored"
-    """It has no meaning here, or changes only speed and memory."""
+    """The key has no meaning here, or changes only speed and memory."""
     REFUSED = "refused"
-    """It would change the run, and there is nothing here that does it."""
+    """The key would change the run, and nothing here does the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +88,15 @@ class Given:
 Convert = Callable[[Any, Given], Conversion]
 
 
+def configured(convert: Callable[..., Conversion]) -> Callable[..., Convert]:
+    """A function of a conversion's own arguments, which precede value and given in it: `path_to("model.path")`."""
+
+    def made(*own: Any, **more: Any) -> Convert:
+        return partial(convert, *own, **more)
+
+    return made
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRule:
     """The rule of a key; one that ends in `.*` stands for everything below it."""
@@ -98,7 +108,7 @@ class KeyRule:
     take_default: bool = False
     """Write the default down where a recipe's own is another."""
     unnamed: bool = False
-    """It stands for keys that nobody here has looked at."""
+    """Whether it stands for keys that were never examined."""
 
     def fits(self, key: str) -> bool:
         """Whether it is the rule of `key`, or stands for what is below a section or a user's name."""
@@ -184,5 +194,5 @@ def expanded(path: Any) -> str:
 
 
 def as_list(value: Any) -> list[Any]:
-    """One value where a list may stand is a list of one."""
+    """One value in place of a list is a list of one."""
     return list(value) if isinstance(value, list | tuple) else [value]

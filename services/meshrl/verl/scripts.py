@@ -1,13 +1,13 @@
 """From a launch script to the verl command in it.
 
-bash runs the script in the strict sandbox, with stand-ins for what it starts (`meshrl.sandbox.commands`);
-without bubblewrap, and for a pasted list of overrides, `shell` reads it
+bash runs the script in the strict sandbox, with stand-ins for what it starts (`meshrl.sandbox.commands`).
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,6 @@ from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json
 from meshrl.sandbox.limits import Limits
 from meshrl.sandbox.sandbox import StrictSandbox, no_bubblewrap
-from meshrl.verl import shell
 from meshrl.verl.programs import VerlCommand, VerlProgram, chosen
 
 PROGRAM = "meshrl.sandbox.commands"
@@ -29,7 +28,7 @@ NO_COMMAND = (
 BARE = ("HOME", "LANG", "PWD", "USER")
 """Variables of the user's that a script sees; it may write whatever it sees into the recipe."""
 _UNREAD = re.compile(r""""(?:\\.|[^"\\])*"|'[^']*'|(?<![^\s;])#[^\n]*""")
-"""Text in quotes, in which variables stand in double ones only, and comments."""
+"""Text in quotes (variables in double ones only), and comments."""
 _OVERRIDE = re.compile(r"[+~\w]+\.[\w.]+=\S*")
 _USES = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 _SETS = re.compile(r"\b([A-Za-z_]\w*)(?:\[[^]\n]*\])?\+?=|\bfor\s+(\w+)|\$\{(\w+):?=")
@@ -78,14 +77,13 @@ def started(
         raise ConfigError(
             f"overrides of the script have {names}, which it does not set; give each with --env NAME=VALUE"
         )
-    sandboxed = no_bubblewrap() is None
-    run = launched(script, environment, path, arguments) if sandboxed else []
-    command, others = chosen(run)
+    if (why := no_bubblewrap()) is not None:
+        raise ConfigError(
+            f"a script runs in a sandbox, and {why}: give the command itself, after `--`, as your own shell reads it"
+        )
+    command, others = chosen(launched(script, environment, path, arguments))
     if command is None:
-        try:
-            command, others = pasted(script, environment)
-        except ConfigError as error:
-            raise (ConfigError(NO_COMMAND) if sandboxed else error) from None
+        command = VerlCommand(name="", arguments=pasted(script), program=VerlProgram())
     added = [word for word in arguments if "=" in word and word not in command.arguments]
     return replace(command, arguments=(*command.arguments, *added)), others
 
@@ -123,15 +121,15 @@ def seen(environment: Mapping[str, str], passed: Sequence[str]) -> dict[str, str
     return variables
 
 
-def pasted(script: str, environment: Mapping[str, str]) -> tuple[VerlCommand, list[str]]:
-    """As `started`, by reading: nothing is run."""
-    statements = shell.commands(script, environment)
-    command, others = chosen(statements)
-    if command is not None:
-        return command, others
-    if len(statements) == 1 and all("=" in word for word in statements[0]):
-        return VerlCommand(name="", arguments=tuple(statements[0]), program=VerlProgram()), []
-    raise ConfigError(NO_COMMAND)
+def pasted(script: str) -> tuple[str, ...]:
+    """The words of a list of overrides alone. Raises ConfigError for another text."""
+    try:
+        words = tuple(shlex.split(re.sub(r"\\\r?\n", " ", script), comments=True))
+    except ValueError as error:
+        raise ConfigError(f"{NO_COMMAND} ({error})") from error
+    if not words or not all("=" in word for word in words) or "$" in script:
+        raise ConfigError(NO_COMMAND)
+    return words
 
 
 def launched(

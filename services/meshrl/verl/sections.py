@@ -1,4 +1,4 @@
-"""Sections that stand below several of verl's: training engines, optimizers, LoRA, multi-token prediction."""
+"""Sections that several of verl's sections have: training engines, optimizers, LoRA, multi-token prediction."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from meshrl.verl.rules import (
     Given,
     KeyRule,
     KeyStatus,
+    configured,
     ignored_below,
     no,
     refused,
@@ -74,21 +75,17 @@ def _types(at: str) -> Iterator[KeyRule]:
         )
 
 
-def _weights(at: str) -> Convert:
-    def convert(value: Any, given: Given) -> Conversion:
-        if value in (None, "fp32", "float32"):
-            return Conversion(note="master weights are float32")
-        if f"{at}.dtype" in given or f"{at}.mixed_precision.param_dtype" in given:
-            return Conversion(note="the compute type is given; master weights stay float32")
-        answer = compute_type(value, given)
-        if answer.status is KeyStatus.REFUSED:
-            return answer
-        note = (
-            f"compute type; master weights stay float32, where verl rounds each update to {value}"
-        )
-        return Conversion(settings=answer.settings, note=note)
-
-    return convert
+@configured
+def _weights(at: str, value: Any, given: Given) -> Conversion:
+    if value in (None, "fp32", "float32"):
+        return Conversion(note="master weights are float32")
+    if f"{at}.dtype" in given or f"{at}.mixed_precision.param_dtype" in given:
+        return Conversion(note="the compute type is given; master weights stay float32")
+    answer = compute_type(value, given)
+    if answer.status is KeyStatus.REFUSED:
+        return answer
+    note = f"compute type; master weights stay float32, where verl rounds each update to {value}"
+    return Conversion(settings=answer.settings, note=note)
 
 
 def _balance(at: str) -> Iterator[KeyRule]:
@@ -159,38 +156,32 @@ def lora(at: str) -> Iterator[KeyRule]:
     yield from ignored_below(at, (*others, *vision), "of Megatron's adapters")
 
 
-def _rank(at: str) -> Convert:
-    def convert(value: Any, given: Given) -> Conversion:
-        settings = {"model.lora_rank": value}
-        if value and f"{at}.alpha" not in given:
-            settings["model.lora_alpha"] = 32
-        return Conversion(settings=settings)
-
-    return convert
+@configured
+def _rank(at: str, value: Any, given: Given) -> Conversion:
+    settings = {"model.lora_rank": value}
+    if value and f"{at}.alpha" not in given:
+        settings["model.lora_alpha"] = 32
+    return Conversion(settings=settings)
 
 
-def _kind(at: str) -> Convert:
-    def convert(value: Any, given: Given) -> Conversion:
-        if value in (None, "lora") or not given.get(f"{at}.rank", 0):
-            return Conversion(status=KeyStatus.IGNORED, note="plain LoRA, or no adapters")
-        if value != "dora":
-            return no("adapters are LoRA or DoRA of matrices as transformers has them")
-        return Conversion(settings={"model.use_dora": True})
-
-    return convert
+@configured
+def _kind(at: str, value: Any, given: Given) -> Conversion:
+    if value in (None, "lora") or not given.get(f"{at}.rank", 0):
+        return Conversion(status=KeyStatus.IGNORED, note="plain LoRA, or no adapters")
+    if value != "dora":
+        return no("adapters are LoRA or DoRA of matrices as transformers has them")
+    return Conversion(settings={"model.use_dora": True})
 
 
-def _layers(at: str) -> Convert:
-    def convert(value: Any, given: Given) -> Conversion:
-        if not given.get(f"{at}.rank", 0):
-            return Conversion(status=KeyStatus.IGNORED, note="no adapters: lora.rank is 0")
-        listed = [value] if isinstance(value, str) else list(value)
-        if unknown := [name for name in listed if name not in _MEGATRON_LAYERS]:
-            return no(f"{unknown[0]} is no layer that is known here: set model.target_modules")
-        found = [layer for name in listed for layer in _MEGATRON_LAYERS[name]]
-        return Conversion(settings={"model.target_modules": found}, note="Megatron's fused layers")
-
-    return convert
+@configured
+def _layers(at: str, value: Any, given: Given) -> Conversion:
+    if not given.get(f"{at}.rank", 0):
+        return Conversion(status=KeyStatus.IGNORED, note="no adapters: lora.rank is 0")
+    listed = [value] if isinstance(value, str) else list(value)
+    if unknown := [name for name in listed if name not in _MEGATRON_LAYERS]:
+        return no(f"{unknown[0]} is no layer that is known here: set model.target_modules")
+    found = [layer for name in listed for layer in _MEGATRON_LAYERS[name]]
+    return Conversion(settings={"model.target_modules": found}, note="Megatron's fused layers")
 
 
 _SCHEDULES: dict[str, dict[str, Any]] = {
@@ -255,44 +246,35 @@ def optimizer(verl: str, ours: str) -> Iterator[KeyRule]:
         yield refused(f"{verl}.{name}", instead, (None, default), default)
 
 
-def _named(ours: str) -> Convert:
-    def convert(value: Any, given: Given) -> Conversion:
-        match str(value).lower():
-            case "none" | "adamw" | "adam" | "fusedadam":
-                return Conversion(note="AdamW")
-            case "muon":
-                return Conversion(settings={ours: "muon"})
-        return no(f"there is no optimizer {value!r}: {ours} is adamw or muon")
-
-    return convert
+@configured
+def _named(ours: str, value: Any, given: Given) -> Conversion:
+    match str(value).lower():
+        case "none" | "adamw" | "adam" | "fusedadam":
+            return Conversion(note="AdamW")
+        case "muon":
+            return Conversion(settings={ours: "muon"})
+    return no(f"there is no optimizer {value!r}: {ours} is adamw or muon")
 
 
-def _of_muon(verl: str, instead: str) -> Convert:
-    def convert(value: Any, given: Given) -> Conversion:
-        if str(given.get(f"{verl}.optimizer", "")).lower() == "muon":
-            return no(instead)
-        return Conversion(status=KeyStatus.IGNORED, note="the optimizer is not Muon")
-
-    return convert
+@configured
+def _of_muon(verl: str, instead: str, value: Any, given: Given) -> Conversion:
+    if str(given.get(f"{verl}.optimizer", "")).lower() == "muon":
+        return no(instead)
+    return Conversion(status=KeyStatus.IGNORED, note="the optimizer is not Muon")
 
 
-def _decay(ours: str) -> Convert:
-    def convert(value: Any, given: Given) -> Conversion:
-        if value in (None, "constant", "cosine", "linear"):
-            return Conversion(settings={ours: value} if value else {})
-        return no(f"there is no schedule {value!r}: {ours} is constant, cosine or linear")
-
-    return convert
+@configured
+def _decay(ours: str, value: Any, given: Given) -> Conversion:
+    if value in (None, "constant", "cosine", "linear"):
+        return Conversion(settings={ours: value} if value else {})
+    return no(f"there is no schedule {value!r}: {ours} is constant, cosine or linear")
 
 
-def _share(verl: str, ours: str) -> Convert:
+@configured
+def _share(verl: str, ours: str, value: Any, given: Given) -> Conversion:
     """A rate as a share of the highest one."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        if not value:
-            return Conversion(note="0")
-        rate = float(given.get(f"{verl}.lr"))
-        note = f"{value} / a rate of {rate:g}"
-        return Conversion(settings={ours: float(value) / rate}, note=note)
-
-    return convert
+    if not value:
+        return Conversion(note="0")
+    rate = float(given.get(f"{verl}.lr"))
+    note = f"{value} / a rate of {rate:g}"
+    return Conversion(settings={ours: float(value) / rate}, note=note)

@@ -30,6 +30,7 @@ def rollout() -> Iterator[KeyRule]:
     yield same(f"{ROLLOUT}.temperature", "rollout.temperature", 1.0)
     yield same(f"{ROLLOUT}.top_p", "rollout.top_p", 1.0)
     yield same(f"{ROLLOUT}.top_k", "rollout.top_k", -1)
+    yield same(f"{ROLLOUT}.repetition_penalty", "rollout.repetition_penalty", 1.0)
     yield rule(f"{ROLLOUT}.do_sample", to.do_sample("rollout.temperature"))
     yield same(f"{ROLLOUT}.val_kwargs.n", "rollout.val_kwargs.n", 1)
     yield rule(f"{ROLLOUT}.val_kwargs.do_sample", to.do_sample("rollout.val_kwargs.temperature"))
@@ -249,7 +250,7 @@ def trainer() -> Iterator[KeyRule]:
     yield rule("async_training.partial_rollout", to.partial_rollout)
     yield within(
         "async_training.fault_tolerance.*",
-        "always on: what a dead worker was sampling goes on with another, and workers come and go",
+        "always on: what a dead worker was sampling continues with another, and workers come and go",
     )
     yield rule("rollout.total_rollout_steps", to.total_rollouts)
     for name in ("nnodes", "n_gpus_per_node"):
@@ -289,7 +290,10 @@ def trainer() -> Iterator[KeyRule]:
     yield refused("trainer.val_only", "meshrl eval RECIPE", (None, False), False)
     for name in ("rollout_data_dir", "validation_data_dir", "log_val_generations"):
         yield within(f"trainer.{name}", "rows are kept in the run's directory: trainer.log_rows")
-    yield rule("trainer.v1.separate_async.parameter_sync_step", to.sync_steps)
+    yield within(
+        "trainer.v1.separate_async.parameter_sync_step",
+        "versions are published every step: queue.max_staleness bounds their age",
+    )
     yield within("trainer.v1.sync", "none")
     for name in ("custom_sampler.path", "custom_sampler.name"):
         own = "an order of prompts is a function: data.curriculum; a sampler of rows: queue.sampler"
@@ -300,9 +304,7 @@ def trainer() -> Iterator[KeyRule]:
         (None, False, True),
         False,
     )
-    yield refused(
-        "trainer.checkpoint_callback_class", "checkpoints are files: trainer.default_local_dir"
-    )
+    yield refused("trainer.checkpoint_callback_class", "want a function: trainer.after_checkpoint")
     warm_up = ("colocate_async.num_warmup_batches", "separate_async.num_warmup_batches")
     yield refused("trainer.v1.sampler.sampler_kwargs", "there is no sampler of your own")
     mode = (*warm_up, *names.HYBRID)

@@ -13,10 +13,10 @@ from meshrl.verl import conversions as to
 from meshrl.verl import names, sections
 from meshrl.verl.rules import (
     Conversion,
-    Convert,
     Given,
     KeyRule,
     as_list,
+    configured,
     expanded,
     ignored,
     ignored_below,
@@ -122,19 +122,15 @@ def _data() -> Iterator[KeyRule]:
     yield unnamed("data")
 
 
-def _tokens(*, dynamic: bool) -> Convert:
-    def convert(value: Any, given: Given) -> Conversion:
-        packed = bool(given.get("data.use_dynamic_bsz"))
-        if packed != dynamic:
-            return Conversion(note="data.use_dynamic_bsz decides")
-        longest = int(given.get("data.max_length"))
-        tokens = int(value) if dynamic else int(value) * longest
-        note = (
-            "" if dynamic else f"{value} rows x {longest} tokens (the same gradient for any split)"
-        )
-        return Conversion(settings={"max_tokens_per_pack": max(tokens, longest)}, note=note)
-
-    return convert
+@configured
+def _tokens(value: Any, given: Given, *, dynamic: bool) -> Conversion:
+    packed = bool(given.get("data.use_dynamic_bsz"))
+    if packed != dynamic:
+        return Conversion(note="data.use_dynamic_bsz decides")
+    longest = int(given.get("data.max_length"))
+    tokens = int(value) if dynamic else int(value) * longest
+    note = "" if dynamic else f"{value} rows x {longest} tokens (the same gradient for any split)"
+    return Conversion(settings={"max_tokens_per_pack": max(tokens, longest)}, note=note)
 
 
 def _samples(value: Any, given: Given) -> Conversion:
@@ -143,17 +139,14 @@ def _samples(value: Any, given: Given) -> Conversion:
     return Conversion(settings={"val_max_samples": int(value)})
 
 
-def _column(name: str) -> Convert:
+@configured
+def _column(name: str, value: Any, given: Given) -> Conversion:
     """A column or an option that `meshrl sft` reads by the same name, where it does."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        if value in (None, "", {}):
-            return Conversion(note="none")
-        if name in SftConfig.model_fields:
-            return Conversion(settings={name: value})
-        return no("rows have a prompt and a response: prompt_key, response_key")
-
-    return convert
+    if value in (None, "", {}):
+        return Conversion(note="none")
+    if name in SftConfig.model_fields:
+        return Conversion(settings={name: value})
+    return no("rows have a prompt and a response: prompt_key, response_key")
 
 
 def _optimizer() -> Iterator[KeyRule]:
@@ -233,17 +226,14 @@ def _rows(path: str) -> int:
     return count
 
 
-def _every(ours: str) -> Convert:
+@configured
+def _every(ours: str, value: Any, given: Given) -> Conversion:
     """Steps between two; `after_each_epoch` is not known here."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        if isinstance(value, int) and value > 0:
-            return Conversion(settings={ours: value})
-        if value in (None, -1, 0):
-            return Conversion(note="at the end")
-        return no(f"{ours} is a number of steps")
-
-    return convert
+    if isinstance(value, int) and value > 0:
+        return Conversion(settings={ours: value})
+    if value in (None, -1, 0):
+        return Conversion(note="at the end")
+    return no(f"{ours} is a number of steps")
 
 
 def _kept(value: Any, given: Given) -> Conversion:

@@ -247,7 +247,8 @@ def _actor() -> Iterator[KeyRule]:
     yield rule(f"{ACTOR}.clip_ratio", to.clip_ratio)
     yield same(f"{ACTOR}.clip_ratio_low", "actor.clip_ratio_low", 0.2)
     yield same(f"{ACTOR}.clip_ratio_high", "actor.clip_ratio_high", 0.2)
-    yield rule(f"{ACTOR}.clip_ratio_c", to.clip_ratio_c, 3.0)
+    # 3 in every loss, where ours is 20 in the dppo losses.
+    yield same(f"{ACTOR}.clip_ratio_c", "actor.clip_ratio_c", 3.0)
     for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type", "entropy_coeff", "loss_agg_mode"):
         yield same(f"{ACTOR}.{name}", f"actor.{name}")
     yield rule(f"{ACTOR}.loss_scale_factor", to.loss_scale_factor)

@@ -11,7 +11,7 @@ from typing import Any
 from meshrl.common.plugins import known
 from meshrl.config.loading import read_yaml
 from meshrl.contract.errors import ConfigError
-from meshrl.verl.rules import Conversion, Convert, Given, KeyStatus, expanded, no
+from meshrl.verl.rules import Conversion, Given, KeyStatus, configured, expanded, no
 
 PROGRAM_OPTIONS = "rollout.program_options"
 OPTIONS = f"{PROGRAM_OPTIONS}.tools"
@@ -21,29 +21,26 @@ FILES = ("tool_config_path", "function_tool_path")
 OWN = "name your functions or MCP servers in rollout.program_options: docs/how-to/tools.md"
 
 
-def tool_files(name: str) -> Convert:
+@configured
+def tool_files(name: str, value: Any, given: Given) -> Conversion:
     """`tool_config_path`, a YAML of tool classes, or `function_tool_path`, a Python file."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        if not value:
-            return Conversion(note="none")
-        path = Path(expanded(value))
-        if name == "function_tool_path":
-            return no(f"name each function of it: {OPTIONS}=['{path}:function', ...]")
-        if not path.is_file():
-            return no(f"{path} is not on this machine, so its tools are not known: {OWN}")
-        try:
-            tools = [_tool(entry, path) for entry in read_yaml(path)[0].get("tools") or []]
-        except ConfigError as error:
-            return no(f"{error}: {OWN}")
-        found = [tool for several in tools for tool in several]
-        if not found:
-            return no(f"{path} has no tools: {OWN}")
-        return Conversion(
-            settings={"rollout.program": "tools", OPTIONS: found}, note=f"the tools of {path}"
-        )
-
-    return convert
+    if not value:
+        return Conversion(note="none")
+    path = Path(expanded(value))
+    if name == "function_tool_path":
+        return no(f"name each function of it: {OPTIONS}=['{path}:function', ...]")
+    if not path.is_file():
+        return no(f"{path} is not on this machine, so its tools are not known: {OWN}")
+    try:
+        tools = [_tool(entry, path) for entry in read_yaml(path)[0].get("tools") or []]
+    except ConfigError as error:
+        return no(f"{error}: {OWN}")
+    found = [tool for several in tools for tool in several]
+    if not found:
+        return no(f"{path} has no tools: {OWN}")
+    return Conversion(
+        settings={"rollout.program": "tools", OPTIONS: found}, note=f"the tools of {path}"
+    )
 
 
 def multi_turn(value: Any, given: Given) -> Conversion:
@@ -55,19 +52,16 @@ def multi_turn(value: Any, given: Given) -> Conversion:
     return Conversion(settings={"rollout.program": "tools"})
 
 
-def agent_loop(others: str) -> Convert:
+@configured
+def agent_loop(others: str, value: Any, given: Given) -> Conversion:
     """The loop of rows that name none; with `tool_agent` there are turns with tools whatever `multi_turn` says."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        if value in (None, "single_turn_agent"):
-            return Conversion(note="one turn")
-        if value != "tool_agent":
-            return no(others)
-        if not _has_tools(given):
-            return Conversion(note="multi_turn names no tools: one turn")
-        return Conversion(settings={"rollout.program": "tools"})
-
-    return convert
+    if value in (None, "single_turn_agent"):
+        return Conversion(note="one turn")
+    if value != "tool_agent":
+        return no(others)
+    if not _has_tools(given):
+        return Conversion(note="multi_turn names no tools: one turn")
+    return Conversion(settings={"rollout.program": "tools"})
 
 
 def _is_on(given: Given) -> bool:
@@ -75,17 +69,14 @@ def _is_on(given: Given) -> bool:
     return bool(given.get(f"{MULTI_TURN}.enable", False)) or loop == "tool_agent"
 
 
-def of_tools(ours: str) -> Convert:
+@configured
+def of_tools(ours: str, value: Any, given: Given) -> Conversion:
     """An option of the program `tools`."""
-
-    def convert(value: Any, given: Given) -> Conversion:
-        if not _is_on(given):
-            return Conversion(status=KeyStatus.IGNORED, note="multi_turn.enable is off")
-        if not _has_tools(given):
-            return no(f"{PROGRAM_OPTIONS}.{ours}, once there are tools")
-        return Conversion(settings={} if value is None else {f"{PROGRAM_OPTIONS}.{ours}": value})
-
-    return convert
+    if not _is_on(given):
+        return Conversion(status=KeyStatus.IGNORED, note="multi_turn.enable is off")
+    if not _has_tools(given):
+        return no(f"{PROGRAM_OPTIONS}.{ours}, once there are tools")
+    return Conversion(settings={} if value is None else {f"{PROGRAM_OPTIONS}.{ours}": value})
 
 
 def tool_format(value: Any, given: Given) -> Conversion:

@@ -65,14 +65,14 @@ class Channel(Protocol):
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> Uint8 | None:
         """Fill `into`, uint8[bucket_bytes[index]], or return memory that holds the bucket already.
 
-        What is returned stays unchanged for as long as somebody refers to it.
+        The result stays unchanged while it is referenced.
 
         Raises UnavailableError; CorruptError when what arrived cannot even be read.
         """
         raise UnavailableError("the trainer's end of a channel does not receive")
 
     def committed(self, version: Version) -> None:
-        """The engine at the replica's end serves `version` now. Called on both ends; most carriers ignore it."""
+        """Note that the replica's engine serves `version`. Called on both ends; most carriers ignore it."""
         return
 
     def abort(self) -> None:
@@ -86,11 +86,11 @@ class Channel(Protocol):
 
 @runtime_checkable
 class DeviceChannel(Channel, Protocol):
-    """One whose bytes can arrive in memory of a device that an engine lends."""
+    """A channel whose bytes can arrive in device memory that an engine lends."""
 
     @property
     def device(self) -> DeviceReceiver | None:
-        """Once it is open: this end, which opens that memory; None where it cannot."""
+        """This end of an open link, which opens that memory; None if it cannot."""
         ...
 
     async def receive_lent(self, bucket: LentBucket) -> str:
@@ -99,7 +99,7 @@ class DeviceChannel(Channel, Protocol):
 
 
 class Carrier(Protocol):
-    """A carrier of 0.2, of somebody's own; until 0.3 `transport.WholeVersions` makes a transport of it."""
+    """A user's carrier of 0.2; until 0.3 `transport.WholeVersions` makes a transport of it."""
 
     def __init__(self, config: WeightsConfig, paths: RunPaths) -> None: ...
 

@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Final, Self
 
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -60,8 +59,8 @@ _LATE_SHARE = 0.5
 _LATE_S = 1.0
 """… and at least so long: what takes milliseconds is no measure of a machine that stutters."""
 _PACES = 2.0
-"""A version holds the next one up for so many times what the last committed one took: a slow fleet sets the trainer's
-pace, and one that hangs does not."""
+"""Longest delay of the next version, in durations of the last committed one: a slow fleet sets the trainer's pace,
+and one that hangs does not."""
 
 
 class WeightCoordinator:
@@ -125,12 +124,7 @@ class WeightCoordinator:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     # The Publisher port: the trainer's side.

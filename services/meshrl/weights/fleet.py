@@ -28,7 +28,7 @@ class ReplicaState(StrEnum):
     """The state of a replica."""
 
     JOINING = "joining"
-    """Has no weights of this trainer yet."""
+    """No weights of this trainer yet."""
     SYNCED = "synced"
     """Holds a verified version beside its engine."""
     SERVING = "serving"
@@ -57,7 +57,7 @@ class ReplicaView:
     version: Version | None
     """The version that its engine serves."""
     last_sync_s: float
-    """From the proposal of its last version until its engine served it."""
+    """Seconds from the proposal of its last version until its engine served it."""
     pause_s: float
     """Seconds that the last update paused its generation."""
     reason: str
@@ -109,8 +109,8 @@ async def _weights(trainer: str) -> AsyncIterator[rpc.WeightsStub]:
 
 def _worker_fields(worker: WorkerReport) -> dict[str, object]:
     found = asdict(worker)
-    fault = codec.printable(worker.last_fault[:MAX_TEXT])
-    return {**found.pop("rows"), **found, "last_fault": fault}
+    texts = {name: codec.printable(found[name][:MAX_TEXT]) for name in ("last_fault", "waits_for")}
+    return {**found.pop("rows"), **found, **texts}
 
 
 def _worker(message: pb.ReplicaReport) -> WorkerReport:

@@ -1,6 +1,6 @@
 """One channel to all replicas that take a version: each bucket is sent into it once, however many they are.
 
-    Groups         the transport: which channel stands, kept from version to version while its members do
+    Groups         the transport: which channel is open, kept from version to version while its members do
     Assembly       who of a version's members is in it; forms the group, and forms it again without those that are out
     SharedChannel  rank 0 here, one rank beside each engine; what all members have come for happens once
     SharedWay      the way to one replica through its group
@@ -129,7 +129,7 @@ class Groups(Pairs):
         return [GroupDelivery(self, source, each, assembly) for each in receivers]
 
     def form(self, links: Sequence[Link]) -> SharedChannel:
-        """The group that stands if it is of these, else a new one."""
+        """The open group if it is of these, else a new one."""
         members = tuple(link.generation for link in links)
         standing = self._standing
         if standing is not None:
@@ -190,13 +190,13 @@ class Assembly:
         return await asyncio.shield(formed)
 
     def done(self, generation: int) -> None:
-        """It has all of the version, or takes the rest alone."""
+        """Expect it no more: it has the whole version, or takes the rest alone."""
         self._expected.discard(generation)
         self._came.discard(generation)
         self._settle()
 
     def leave(self, generation: int) -> None:
-        """It is out."""
+        """Remove it from the group."""
         self._left += generation in self._expected
         self.done(generation)
 
@@ -263,7 +263,7 @@ class SharedWay(Way):
         await self.group.meet(index, lambda _: self.group.send(source, index))
 
     def leave(self) -> None:
-        """This member is in it no more."""
+        """Leave the group."""
         self.group.fail("a member has left the group")
 
 
@@ -333,7 +333,7 @@ class GroupDelivery(Delivery):
             self._groups.members[self._generation] = member
 
     async def _leave_group(self, error: GroupError) -> None:
-        """From now on the next group brings the version, or this replica's own channel."""
+        """Wait for the next group with the version, or for this replica's own channel."""
         version = self.source.manifest.version
         logger.info("%s gets weights %s otherwise: %s", self._name, version, error)
         self._end_membership()

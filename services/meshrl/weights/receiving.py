@@ -128,7 +128,7 @@ class Arrival:
                     raise
                 received.error = str(error)
             await self._say(received=received)
-        # A group is sent what others lack, too; nothing is what it is told when that was all.
+        # A group is sent what others lack, too; an empty announcement says that this was all.
         return not self._missing and not (self._group and indices)
 
     def _allocate(self) -> None:
@@ -166,7 +166,7 @@ class Arrival:
             wrong = await asyncio.to_thread(
                 wrong_tensors, manifest, index, buckets[index], of_tensors
             )
-            logger.warning("weights %s arrived wrong: %s", manifest.version, wrong)
+            logger.warning("weights %s arrived damaged: %s", manifest.version, wrong)
 
     async def _receive_lent(
         self, received: pb.ReplicaReceived, index: int, channel: Channel
@@ -179,7 +179,7 @@ class Arrival:
             self._missing.discard(index)
         else:
             logger.warning(
-                "weights %s arrived wrong: bucket %d, on the device", self.version, index
+                "weights %s arrived damaged: bucket %d, on the device", self.version, index
             )
 
     async def unless_replaced(self, work: Awaitable[_T]) -> _T:

@@ -1,4 +1,4 @@
-"""Beside each engine: joins the trainer's weight coordinator, receives versions, switches the engine on COMMIT.
+"""The replica of an engine: joins the trainer's weight coordinator, receives versions, switches on COMMIT.
 
 Consumes the coordinator's messages. Waits for them, for at most `silence_s` without a heartbeat, and for bytes, under
 the carrier's deadlines. Unblocked by a message or by the end of the stream; then it joins again, for as long as it
@@ -28,7 +28,7 @@ from meshrl.contract.errors import (
     UserError,
     from_detail,
 )
-from meshrl.contract.ports import AdapterSink, LendingSink, WeightSink
+from meshrl.contract.ports import AdapterSink, LendingSink, LocatedSink, WeightSink
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.rpc.errors import DRAINING
 from meshrl.v1 import weights_pb2 as pb
@@ -89,7 +89,7 @@ class ServedEngine:
         self._pause_s = pause_s
         self._merger = Merger(model_path)
         self._staged: tuple[Version, int] | None = None
-        """And its bytes."""
+        """The staged version and its bytes."""
         self._switching: asyncio.Task[None] | None = None
 
     async def stage(self, arrival: Arrival) -> WeightManifest:
@@ -157,12 +157,13 @@ class ServedEngine:
             await asyncio.gather(self._switching, return_exceptions=True)
 
     async def _switch(self, version: Version, nbytes: int) -> None:
+        who = self.sink.where if isinstance(self.sink, LocatedSink) else "the engine"
         try:
             switch = self.sink.commit_weights(version, self._on_update)
             deadline_s = self.commit_s + self._config.switch_s(nbytes)
             await within(switch, deadline_s, f"commit of weights {version}")
         except Exception as error:
-            raise PoisonedError(f"the engine failed at weights {version}: {error!r}") from error
+            raise PoisonedError(f"{who} failed at weights {version}: {error!r}") from error
         self.version = version
         self.first_commit.set()
         self.on_switch()
@@ -236,7 +237,7 @@ class ReplicaController:
                     raise
                 except MeshError as error:
                     self._report(error)
-                await self._engine.settled()  # the stream ended, the switch goes on
+                await self._engine.settled()  # the stream ended, the switch continues
                 # Half of it random: the replicas of a fleet must not all come back at the same moment.
                 await asyncio.sleep(self._retry_s * random.uniform(0.5, 1.0))
                 self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)
@@ -251,7 +252,7 @@ class ReplicaController:
         self._last_kind = kind
         if not self._welcomed or self._same == 1:
             # Logged once, not at every attempt: a trainer that restarts takes many of them.
-            # A trainer that drains has done its work, or is told by whoever ended it.
+            # A trainer that drains has done its work, or was stopped.
             told = self._retry_s != _FIRST_RETRY_S or str(error).endswith(DRAINING)
             level = logging.DEBUG if told else logging.INFO
             logger.log(level, "%s is not connected to the trainer: %s", self._replica, error)
@@ -350,7 +351,7 @@ class Joining:
         self._transport = transport
         self._leave = leave
         self._proposals = 0
-        """That have come, and wait for what is done now."""
+        """Proposals that have arrived and wait for the current one."""
         self._proposed = asyncio.Event()
         """One waits."""
         self._arrival: Arrival | None = None
@@ -463,7 +464,7 @@ class Joining:
 def _reason(ended: MeshError, failure: MeshError) -> MeshError:
     """Why a joining is over in which this side failed: `failure`, which is more precise than the answer `ended`.
 
-    Only a trainer that answers can refuse this process for good: what a dead one had proposed may be gone with it.
+    Only a trainer that answers can refuse this process for ever: the proposal of a dead one may be lost with it.
     """
     answered = ended is not failure and isinstance(ended, UserError)
     if isinstance(failure, UserError) and not answered:

@@ -24,7 +24,7 @@ class WeightsServicer(TableServicer, table=WeightsTable):
     async def Join(
         self, request_iterator: AsyncIterator[pb.ReplicaMessage], context: Context
     ) -> None:
-        """The stream of one replica, until it leaves."""
+        """Serve the stream of one replica, until it leaves."""
         silence_s = self._coordinator.silence_s
         await self._coordinator.serve(stream_to_replica(request_iterator, context, silence_s))
 

@@ -72,34 +72,34 @@ class Transaction:
         return self.phase is Phase.PREPARING and 2 * holders >= len(self._members)
 
     def accept_late_quorum(self) -> None:
-        """The stragglers' time is over: from now on the late quorum suffices."""
+        """Accept the late quorum from now on: the stragglers' time is over."""
         self._quorum = self._late_quorum
         self._advance()
 
     def enter(self, replica: int) -> None:
-        """A replica begins to receive the version."""
+        """Note that a replica begins to receive the version."""
         if replica not in self._members:
             self._followers.add(replica)
         self._advance()
 
     def prepared(self, replica: int) -> None:
-        """A replica holds the version, verified, beside its engine."""
+        """Note that a replica holds the verified version beside its engine."""
         self._prepared.add(replica)
         self._advance()
 
     def committed(self, replica: int) -> None:
-        """A replica's engine serves the version."""
+        """Note that a replica's engine serves the version."""
         self._committed.add(replica)
         self._advance()
 
     def holds(self, replica: int) -> None:
-        """A replica that joins serves the version already."""
+        """Note that a replica that joins serves the version already."""
         self._followers.add(replica)
         self._prepared.add(replica)
         self.committed(replica)
 
     def leave(self, replica: int) -> None:
-        """A replica is out. That it once committed still counts: rows of this version may exist."""
+        """Remove a replica. Its earlier commit still counts: rows of this version may exist."""
         for group in (self._members, self._followers, self._prepared):
             group.discard(replica)
         self._advance()
@@ -124,7 +124,7 @@ class Transaction:
         holders = self._members & self._prepared
         self.phase = Phase.PREPARING if self._members else Phase.PARKED
         if holders and len(holders) >= math.ceil(self._quorum * len(self._members)):
-            # Stragglers outside the quorum go on by themselves; only the holders are waited for.
+            # Stragglers outside the quorum continue by themselves; only the holders are waited for.
             self._followers |= self._members - holders
             self._members = holders
             self.phase = Phase.COMMITTING
@@ -239,7 +239,7 @@ class Replica:
         self.moved_bytes = delivery.moved_bytes
 
     def skip(self) -> None:
-        """Nothing is sent to it of what was proposed."""
+        """Send it nothing of the proposed version."""
         assert self._delivery is not None
         self._delivery.skip()
         self._delivery = None

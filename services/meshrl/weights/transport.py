@@ -91,7 +91,7 @@ class Transport(Protocol):
         """Make a version ready to leave, to those who take it together.
 
         The first call for a version is for all its members, later ones for those that join. The deliveries, in their
-        order, move nothing before they are told to.
+        order, move nothing before `propose`.
 
         Raises:
             SourceError: the version was not gathered.
@@ -100,7 +100,7 @@ class Transport(Protocol):
         ...
 
     def leave(self, receiver: Receiver) -> None:
-        """It is out; idempotent, never waits."""
+        """Remove the receiver; idempotent, never waits."""
         ...
 
     # Beside an engine.
@@ -110,7 +110,7 @@ class Transport(Protocol):
         ...
 
     def committed(self, version: Version) -> None:
-        """The engine serves the version."""
+        """Note that the engine serves the version."""
         ...
 
     async def disconnect(self) -> None:
@@ -137,7 +137,7 @@ class Pairs(Transport):
         """The section `weights`, with this carrier's name and port."""
         self.names = (config.carrier,)
         self.endpoint = ""
-        """Once it listens."""
+        """The address of the listening carrier; empty before."""
         self.refused: Callable[[UserError], None] | None = None
         """Called when this process cannot open its end, if another carrier may be taken then."""
         self._listening = False
@@ -328,10 +328,10 @@ class Delivery:
         raise GroupError(problem) if self._group else CorruptError(problem)
 
     def skip(self) -> None:
-        """Nothing more is sent."""
+        """Stop sending."""
 
     def committed(self) -> None:
-        """The replica's engine serves it."""
+        """Note that the replica's engine serves it."""
         if (channel := self._pairs.channels.get(self._generation)) is not None:
             channel.committed(self.source.manifest.version)
 

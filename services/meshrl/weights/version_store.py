@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, Final
 from urllib.parse import quote
 
 from meshrl.common.files import sync
-from meshrl.config.object_store import ObjectStore, one_line
+from meshrl.common.object_store import ObjectStore, one_line
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, CorruptError, UnavailableError
 from meshrl.contract.ports import WeightSource
@@ -145,7 +145,7 @@ class VersionWriter:
         self._model_path = model_path
         self._last: WeightSource | None = None
         self._chain: tuple[Version, ...] = ()
-        """From the newest anchor to `_last`; empty: the next one is an anchor."""
+        """Versions from the newest anchor to `_last`; empty: the next one is an anchor."""
         self._repaired = False
         """Since `begin`."""
 
@@ -176,7 +176,7 @@ class VersionWriter:
         return Draft(self._store, source, last, chain)
 
     def finish(self, draft: Draft) -> None:
-        """All buckets were added: let the version be seen, then remove what is no longer needed.
+        """Make the version visible, all of whose buckets were added; then remove what is no longer needed.
 
         Raises:
             CapacityError: the store refuses.
@@ -253,7 +253,7 @@ class Draft:
         """The first bucket that is not written: of an anchor."""
 
     def add(self, index: int) -> None:
-        """A bucket is there, as those before it are. Raises CapacityError."""
+        """Add the next bucket. Raises CapacityError."""
         if self._base is not None and not self._add_patch(self._base, index):
             self._base = None
         if self._base is None:

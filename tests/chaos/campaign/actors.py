@@ -1,4 +1,4 @@
-"""Everybody around the queue. Each can be killed at any moment and goes on from what is durable."""
+"""Everybody around the queue. Each can be killed at any moment and continues from what is durable."""
 
 from __future__ import annotations
 

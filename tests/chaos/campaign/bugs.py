@@ -18,7 +18,6 @@ from meshrl.contract.types import Batch, Lease, Ledger, RowBlock, Task
 class Wrong:
     """Passes everything on. `due` is true once, at the fifth opportunity."""
 
-    logprob_precision = Queue.logprob_precision
     write_rows = Queue.write_rows
     fetch_rows = Queue.fetch_rows
 

@@ -30,7 +30,7 @@ class EventLog:
         return call
 
     def end(self, call: str, *, error: str = "", **answer: Any) -> None:
-        """It was answered, or refused with an error's code."""
+        """Record the answer of a call, or the code of its error."""
         self._write({"call": call, "error": error} if error else {"call": call, "answer": answer})
 
     def _write(self, event: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Is each row's life a legal path, and is the ledger exact? Judged from what the actors wrote down, and nothing else.
+"""Checks each row's life and the ledger by what the actors wrote down, and nothing else.
 
 A call whose end nobody wrote down may or may not have happened; every rule holds either way. What is looked for:
 
@@ -6,7 +6,7 @@ A call whose end nobody wrote down may or may not have happened; every rule hold
     fencing      an acknowledged write has the newest token that was ever granted for its row and stage
     content      what is fetched is what was acknowledged, or else what somebody tried to write
     batches      taking again is taking the same; whole groups of one attempt; no row older than allowed
-    replays      a trainer that went back is given the same groups in the same order
+    replays      a trainer that went back is given the same groups in the same order, but those that it died with
     exits        a row that was committed or filtered is handed to nobody afterwards
     lineage      the model learned what was taken, every admitted task exactly once
     ledger       the books say what happened, at every look and at the end
@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from meshrl.contract.types import Uid
 
 from .events import Call, lines, read
-from .plan import GROUP, MAX_STALENESS, Plan
+from .plan import BATCH, GROUP, MAX_STALENESS, Plan
 
 Key: TypeAlias = tuple[str, str]
 """Uid and stage."""
@@ -161,26 +161,39 @@ class History:
                     yield f"{uid}: sampled at step {oldest}, taken for step {call.asked['step']}"
 
     def replays(self) -> Iterator[str]:
-        """A trainer that went back is given the same groups in the same order, without those filtered."""
+        """A trainer that went back is given the same groups in the same order, without those filtered.
+
+        Groups that a trainer had in hand when it died may come later: the queue has others tried in between.
+        """
         order: list[tuple[int, str]] = []
         expected: list[str] = []
-        for call in self._of("rewind", "take"):
-            if call.answer is None:
-                continue
-            if call.verb == "rewind":
+        in_hand: list[str] = []
+        postponed: set[str] = set()
+        for call in self._of("acquire", "rewind", "take", "settle"):
+            if call.verb == "acquire":
+                postponed |= set(in_hand)
+                in_hand = []
+            elif call.answer is None:
+                in_hand += expected[: BATCH * GROUP] if call.verb == "take" else []
+            elif call.verb == "settle":
+                in_hand = []
+            elif call.verb == "rewind":
                 again = [uid for step, uid in order if step >= call.asked["step"]]
                 expected = [uid for uid in again if uid not in self.filtered] + expected
                 order = [(step, uid) for step, uid in order if step < call.asked["step"]]
-                continue
-            batch = [uid for uid, _, _ in call.answer["rows"]]
-            if order and order[-1][0] == call.asked["step"]:
-                continue
-            learned = [uid for uid in batch if uid not in self.filtered]
-            prefix = expected[: len(learned)]
-            if learned[: len(prefix)] != prefix:
-                yield f"step {call.asked['step']} was {prefix[:1]}…, and is {learned[:1]}… after a rewind"
-            expected = expected[len(learned) :]
-            order += [(call.asked["step"], uid) for uid in batch]
+            else:
+                batch = [uid for uid, _, _ in call.answer["rows"]]
+                in_hand = batch
+                if order and order[-1][0] == call.asked["step"]:
+                    continue
+                learned = [uid for uid in batch if uid not in self.filtered]
+                firm = [uid for uid in expected if uid not in postponed]
+                same = [uid for uid in learned if uid not in postponed]
+                prefix = firm[: len(same)]
+                if same[: len(prefix)] != prefix:
+                    yield f"step {call.asked['step']} was {prefix[:1]}…, and is {same[:1]}… after a rewind"
+                expected = [uid for uid in expected if uid not in learned]
+                order += [(call.asked["step"], uid) for uid in batch]
 
     def exits(self) -> Iterator[str]:
         """No lease has a row that was committed or filtered before."""

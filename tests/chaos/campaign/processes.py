@@ -109,7 +109,7 @@ class Actor:
         self.signal(signal.SIGTERM)
 
     def wait(self, timeout_s: float) -> bool:
-        """Has it ended by then?"""
+        """Whether it ended in time."""
         return until(lambda: not self.alive, timeout_s)
 
 

@@ -26,7 +26,7 @@ class Proxy:
         self._dice = dice
 
     async def serve(self) -> None:
-        """Until cancelled, as every process of a campaign."""
+        """Run until cancelled, as every process of a campaign."""
         server = await asyncio.start_server(self._connected, self._plan.host, self._plan.proxy_port)
         async with server:
             await server.serve_forever()

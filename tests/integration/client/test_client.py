@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -18,28 +17,13 @@ from meshrl.client import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers import QueueServicer
-from meshrl.transferqueue import stores
-from meshrl.transferqueue.config import QueueConfig
-from meshrl.transferqueue.queue import TransferQueue
 
 from .client_scenes import GROUP, answer, spec, tasks
 
 
 @pytest.fixture
-async def address(tmp_path: Path) -> AsyncIterator[str]:
-    config = QueueConfig(store="memory")
-    opened = await TransferQueue.open(stores.build(config, tmp_path / "queue"))
-    settings = ServerSettings(metrics_port=None, drain_grace_s=1)
-    async with GrpcServer(settings, [QueueServicer(opened)]) as server:
-        yield server.address
-    await opened.close()
-
-
-@pytest.fixture
-async def run(address: str) -> AsyncIterator[Run]:
-    async with Queue.connect(address, patience_s=1) as queue:
+async def run(queue_address: str) -> AsyncIterator[Run]:
+    async with Queue.connect(queue_address, patience_s=1) as queue:
         yield await queue.open_run(spec())
 
 
@@ -84,8 +68,8 @@ async def test_rows_that_a_block_did_not_write_are_released_and_count_no_attempt
         assert again.rows[0].delivery == 1
 
 
-async def test_a_block_that_raises_fails_its_rows_with_the_reason(address: str) -> None:
-    async with Queue.connect(address) as queue:
+async def test_a_block_that_raises_fails_its_rows_with_the_reason(queue_address: str) -> None:
+    async with Queue.connect(queue_address) as queue:
         run = await queue.open_run(spec(max_attempts=1))
         await run.put(tasks(1))
         with pytest.raises(ZeroDivisionError):
@@ -97,8 +81,8 @@ async def test_a_block_that_raises_fails_its_rows_with_the_reason(address: str) 
         assert await run.replay([letter.uid for letter in letters]) == 1
 
 
-async def test_a_lease_is_renewed_for_as_long_as_its_block_runs(address: str) -> None:
-    async with Queue.connect(address) as queue:
+async def test_a_lease_is_renewed_for_as_long_as_its_block_runs(queue_address: str) -> None:
+    async with Queue.connect(queue_address) as queue:
         run = await queue.open_run(spec(lease_ttl_s=0.6))
         await run.put(tasks(1))
         async with run.lease("rollout", limit=GROUP) as lease:
@@ -109,8 +93,8 @@ async def test_a_lease_is_renewed_for_as_long_as_its_block_runs(address: str) ->
             assert await lease.write([answer(row) for row in lease.rows]) == ()
 
 
-async def test_a_lost_lease_ends_the_block(address: str) -> None:
-    async with Queue.connect(address) as queue:
+async def test_a_lost_lease_ends_the_block(queue_address: str) -> None:
+    async with Queue.connect(queue_address) as queue:
         run = await queue.open_run(spec(lease_ttl_s=0.6))
         await run.put(tasks(1))
         with pytest.raises(LeaseLostError, match="lost"):
@@ -213,8 +197,8 @@ async def test_the_end_of_the_feed_ends_a_lease(run: Run) -> None:
             pass
 
 
-async def test_a_run_that_nobody_opened_is_not_found(address: str) -> None:
-    async with Queue.connect(address) as queue:
+async def test_a_run_that_nobody_opened_is_not_found(queue_address: str) -> None:
+    async with Queue.connect(queue_address) as queue:
         with pytest.raises(NotFoundError):
             await queue.run("nowhere").ledger()
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 OPERATIONS = torch.library.Library("sgl_kernel", "DEF")
-"""Those that the import of `sglang.srt.models.qwen3_5` looks up, which the processor of Qwen's pictures imports."""
+"""Operations that `sglang.srt.models.qwen3_5` needs, which the processor of Qwen's images imports."""
 for operation in (
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",

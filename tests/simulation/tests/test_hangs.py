@@ -25,7 +25,7 @@ def _without_logs() -> Iterator[None]:
 
 
 class Watched(Mesh):
-    """Asked once, a minute after its start, and then ended."""
+    """A mesh that is asked once, a minute after its start, and then ended."""
 
     asked: Sequence[Waiting] = ()
 

@@ -32,7 +32,7 @@ from tests.simulation.shape import Shape
 SEEDS = 200
 """In so many seeds from its first one each planted bug is found."""
 FIRST_SEEDS = {
-    "early_acknowledgement": 46,
+    "early_acknowledgement": 29,
     "expired_rows_forgotten": 2,
     "no_rewind": 9,
     "commit_off_by_one": 4,
@@ -80,6 +80,15 @@ SCENES = {
             Fault(at_s=30.0, kind=Kind.KILL, target="rollout-0"),
         ],
         "stays at version",
+    ),
+    "container_kept": (
+        Shape(boxes=2, slots=4, prompts=12, response_s=6.0, deadline_s=20.0),
+        [
+            Fault(at_s=5.0, kind=Kind.CUT, target="rollout-0", seconds=15.0),
+            Fault(at_s=20.0, kind=Kind.STOP, target="rollout-1"),
+            Fault(at_s=40.0, kind=Kind.KILL, target="rollout-0"),
+        ],
+        "a container lives without its row",
     ),
     "session_given_twice": (_AGENTS, (), "must follow a turn"),
     "session_of_another": (_AGENTS, (), "which no agent has posted"),

@@ -43,12 +43,12 @@ class Life:
     """The behaviour of one process."""
 
     seconds: float = FOREVER
-    """Until it ends by itself, with `code`."""
+    """Wait until it ends by itself, with `code`."""
     code: int = 0
     says: str = "nothing"
     ready_s: float = 0.0
     drain_s: float = 0.01
-    """Until SIGTERM ends it."""
+    """Wait until SIGTERM ends it."""
     refused: bool = False
     """The system starts no process at the moment."""
     missing: bool = False
@@ -120,7 +120,7 @@ class Mesh:
         self.log: list[tuple[str, str]] = []
         self.steps = 0
         self.looked: list[set[str]] = []
-        """Who ran at each last look."""
+        """The running services, at each look."""
         self._pids = itertools.count(1)
         self._starts: dict[str, int] = {}
         self.supervisor: Supervisor
@@ -423,7 +423,7 @@ async def test_an_added_service_that_keeps_failing_does_not_end_the_run() -> Non
         mesh.supervisor.add(replace(added, expendable=True))
         await until(lambda: mesh.phase("rollout-1") == "failed")
         assert not over.done()
-    assert mesh.said("the run goes on without it: rollout-1: no model")
+    assert mesh.said("the run continues without it: rollout-1: no model")
 
 
 @in_virtual_time
@@ -433,7 +433,7 @@ async def test_the_run_goes_on_without_one_of_a_fleet_that_keeps_failing() -> No
     async with mesh.running(works, mesh.service("rollout-1", BURNS, fleet="rollout")) as over:
         await until(lambda: mesh.phase("rollout-1") == "failed")
         assert not over.done()
-    assert mesh.said(f"goes on without it: rollout-1 failed {QUICK_FAILURES} times")
+    assert mesh.said(f"continues without it: rollout-1 failed {QUICK_FAILURES} times")
 
 
 @in_virtual_time
@@ -543,7 +543,7 @@ async def test_a_worker_that_the_system_refuses_for_good_costs_the_run_that_work
         await until(lambda: mesh.phase("rollout-0") == "failed")
         await until(lambda: mesh.phase("rollout-1") == "ready")
         assert not over.done()
-    assert mesh.said("the run goes on without it: rollout-0 failed 3 times")
+    assert mesh.said("the run continues without it: rollout-0 failed 3 times")
     assert mesh.said("rollout-1 could not be started; starting it again in 0.4 s")
 
 

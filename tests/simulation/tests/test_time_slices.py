@@ -1,4 +1,4 @@
-"""Trainer and engine take turns on one device in virtual time, and are killed: it never holds both, and goes on.
+"""Trainer and engine take turns on one device in virtual time, and are killed: it never holds both, and continues.
 
 Only locks are real: files. The memory of the device is a sum that must not exceed what there is.
 """

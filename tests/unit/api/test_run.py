@@ -40,7 +40,7 @@ def _in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def checkpoint(path: Path) -> None:
-    """Enough of one for a recipe to be checked."""
+    """A checkpoint that passes a recipe's checks."""
     path.mkdir(parents=True)
     shape = {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 2048}
     (path / "config.json").write_text(json.dumps(shape | {"model_type": "qwen3"}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Those of its sources that need no header of CUDA's, as one library."""
+    """Its sources that need no CUDA header, as one library."""
     path = tmp_path_factory.mktemp("stand_in") / "stand_in.so"
     command = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o", str(path)]
     sources = [str(GPU / "stand_in" / name) for name in SOURCES]
@@ -188,7 +189,7 @@ def test_torch_is_changed_when_it_is_imported_also_where_somebody_looked_for_it_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "torch.py").write_text("loaded = True")
-    site = script("stand_in/python/sitecustomize.py")
+    site = script("stand_in/python/stand_in_torch.py")
     changed: list[object] = []
     monkeypatch.setattr(site, "replace_operations", changed.append)
     monkeypatch.syspath_prepend(tmp_path)
@@ -201,6 +202,20 @@ def test_torch_is_changed_when_it_is_imported_also_where_somebody_looked_for_it_
         assert not any(isinstance(finder, site.AfterTorch) for finder in sys.meta_path)
     finally:
         sys.modules.pop("torch", None)
+
+
+def test_a_process_that_no_variable_of_python_counts_for_has_it_too(tmp_path: Path) -> None:
+    """Services of a mesh start with -E: a GPU that PYTHONPATH told them of computed nothing in them."""
+    day = (GPU / "day.sh").read_text()
+    function = day[day.index("environment() {") : day.index("# unpack")]
+    subprocess.run(
+        ["bash", "-ec", f'{function}\nenvironment "$1"', "-", str(tmp_path / "venv")],
+        env={**os.environ, "base": sys.executable, "STAND_IN_PYTHON": str(GPU / "stand_in/python")},
+        check=True,
+    )
+    shown = "import sys; print('stand_in_torch' in sys.modules)"
+    command = [str(tmp_path / "venv/bin/python"), "-E", "-P", "-c", shown]
+    assert subprocess.check_output(command, text=True) == "True\n"
 
 
 def test_an_environment_without_the_headers_of_cuda_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_recipe_for_another_machine_is_written_unchecked(init: Command) -> Non
 def test_a_file_of_somebody_is_not_overwritten(init: Command) -> None:
     Path("my.yaml").write_text("mine")
     Path("my_reward.py").write_text("mine too")
-    assert "my.yaml is there already" in init(*MINE)[2]
+    assert "my.yaml already exists" in init(*MINE)[2]
     init(*MINE, "--to", "my2.yaml", "--reward", "my_reward.py", "--no-check")
     assert Path("my.yaml").read_text() == "mine"
     assert Path("my_reward.py").read_text() == "mine too"
@@ -146,7 +146,10 @@ def test_a_file_of_somebody_is_not_overwritten(init: Command) -> None:
     ("arguments", "said"),
     [
         ((), "want --model DIRECTORY and --train FILE, or a template that comes with meshrl: alg"),
-        (("nosuch",), "no recipe 'nosuch' comes with meshrl; there are: algorithms, demo, "),
+        (
+            ("nosuch",),
+            "no recipe 'nosuch' comes with meshrl; there are: algorithms, containers, demo, ",
+        ),
         (("gsm8k", "rollout.n=2"), "a template is copied as it is"),
         ((*MINE, "--reward", "nosuch"), "--reward nosuch: want a Python file (.py) or one of code"),
     ],
@@ -164,7 +167,7 @@ def test_a_recipe_that_comes_with_meshrl_is_copied_to_where_its_paths_hold(init:
     assert code == 0
     assert load_recipe(Path("recipes/gsm8k/recipe.yaml"), check=False).run.name == "gsm8k"
     assert "recipes/gsm8k/prepare.py is written" in said
-    assert "is there already" in init("gsm8k")[2]
+    assert "already exists" in init("gsm8k")[2]
 
 
 def test_on_a_terminal_it_asks(init: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,11 +278,12 @@ PLACES = {
     "rewardd/meshrl/sandbox/program.py": {"print"},
     "trainer/meshrl/trainer/data/reasoning_gym.py": {"write"},
     "rollout/meshrl/rollout/agents/verifiers_server.py": {"print"},
+    "rollout/meshrl/rollout/containers/enter.py": {"print"},
     "common/meshrl/common/process_guard.py": {"print"},
     # The one place where a service's log begins.
     "services/meshrl/cli/commands/serve.py": {"basicConfig", "StreamHandler"},
 }
-"""Who may print, and how."""
+"""Modules that may print, and how."""
 PRINTING = {
     "print",
     "echo",

@@ -109,9 +109,7 @@ def test_two_runs_are_drawn_over_each_other_as_pictures(
     drawn = ("plot", str(run_dir), "reward/mean", "--with", "other")
     assert meshrl(*drawn, "--out", "a.svg")[0] == 0
     assert len(ElementTree.parse("a.svg").findall(".//{*}polyline")) == 2
-    assert meshrl(*drawn, "--out", "a.png")[0] == 0
-    assert Path("a.png").read_bytes().startswith(b"\x89PNG")
-    code, _, said = meshrl(*drawn, "--out", "a.nosuch")
+    code, _, said = meshrl(*drawn, "--out", "a.png")
     assert (code, len(said.splitlines())) == (2, 1)
 
 
@@ -133,9 +131,8 @@ def test_what_is_held_out_is_scored_and_not_trained_on() -> None:
     assert [label for label, _, _ in ledger_rows(ledger)] == ["admitted", "scored"]
 
 
-@pytest.mark.parametrize("name", ["curves.svg", "curves.png"])
 def test_a_picture_that_a_full_disk_refuses_is_named_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, content: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -143,6 +140,6 @@ def test_a_picture_that_a_full_disk_refuses_is_named_and_leaves_nothing(
     monkeypatch.setattr(Path, "write_bytes", full)
     curve = ChartLine("a", [1.0, 2.0], [0.1, 0.2])
     with pytest.raises(OSError) as error:
-        save([Chart(title="reward", curves=[curve])], tmp_path / name)
-    assert lasting_fault(error.value) == f"{tmp_path / name}: No space left on device"
+        save([Chart(title="reward", curves=[curve])], tmp_path / "curves.svg")
+    assert lasting_fault(error.value) == f"{tmp_path / 'curves.svg'}: No space left on device"
     assert list(tmp_path.iterdir()) == []

@@ -122,24 +122,12 @@ def test_a_run_that_is_up_is_asked_itself(meshrl: Command) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_two_runs_stand_beside_each_other(meshrl: Command) -> None:
-    code, out, _ = meshrl("compare", "runs/early", "runs/late")
-    assert code == 0 and max(map(cell_len, out.splitlines())) <= 80
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
-    assert ["rollout.n", "8", "4"] in cells and ["data.seed", "1", "(default)"] in cells
-    assert ["steps", "5", "3"] in cells and not any("run.name" in row for row in cells)
-    found = json.loads(meshrl("compare", "runs/early", "runs/late", "--json")[1])
-    assert found["recipe"] == {"rollout.n": ["8", "4"], "data.seed": ["1", None]}
-    assert [run["last"]["reward/mean"] for run in found["runs"]] == pytest.approx([0.5, 0.3])
-
-
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["runs", "nowhere"], "nowhere: no such directory; want one with a directory per run"),
         (
-            ["compare", "runs/early", "runs/notes"],
+            ["report", "runs/notes"],
             "runs/notes: no run's directory: it holds none of mesh.json, metrics.jsonl, recipe.yaml, trajectories",
         ),
     ],
@@ -171,7 +159,6 @@ TO_NAME_A_RUN: dict[str, Callable[[str], list[str]]] = {
     "trace": lambda run: ["trace", run, "0-1/0.0"],
     "report": lambda run: ["report", run],
     "plot": lambda run: ["plot", run],
-    "compare": lambda run: ["compare", run, run],
 }
 OLD_WAYS: dict[str, Callable[[str], list[str]]] = {
     "ledger": lambda run: ["ledger", "--run-dir", run],

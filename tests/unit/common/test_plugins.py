@@ -14,8 +14,8 @@ import pytest
 from meshrl.common import plugins
 from meshrl.common.plugins import check_admitted, load
 from meshrl.common.python_process import PYTHON
+from meshrl.common.user_functions import load_function
 from meshrl.contract.errors import ConfigError
-from meshrl.rollout.user_functions import load_function
 
 SAMPLERS = "meshrl.transferqueue.samplers"
 

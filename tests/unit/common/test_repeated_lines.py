@@ -1,4 +1,4 @@
-"""A line of the log that comes again and again is told once, and then with its count."""
+"""A line of the log that comes again and again is told once, and then with its count; numbers of things."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from meshrl.common.plain_text import MOST_ALIKE, TELL_AGAIN_S, RepeatedLines
+from meshrl.common.plain_text import MOST_ALIKE, TELL_AGAIN_S, RepeatedLines, counted
 
 
 class Told(logging.Handler):
@@ -72,3 +72,17 @@ def test_what_is_no_warning_is_told_each_time(log: logging.Logger, told: Told) -
     for _ in range(5):
         log.info("step 1")
     assert len(told.lines) == 5
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "said"),
+    [
+        (0, ("row",), "0 rows"),
+        (1, ("row",), "1 row"),
+        (1024, ("row",), "1,024 rows"),
+        (1, ("key is", "keys are"), "1 key is"),
+        (2, ("key is", "keys are"), "2 keys are"),
+    ],
+)
+def test_one_is_singular(count: int, words: tuple[str, ...], said: str) -> None:
+    assert counted(count, *words) == said

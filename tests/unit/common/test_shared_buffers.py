@@ -15,7 +15,7 @@ from meshrl.common import shared_buffers
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Without what tests before this one have left, none of which dies meanwhile."""
+    """The files here, without those of earlier tests, none of which dies meanwhile."""
     gc.collect()
     gc.disable()
     monkeypatch.setattr(shared_buffers, "_free", [])

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from meshrl.cli.demo.tiny_model import write_tiny_model
+from meshrl.common.config import Config
 from meshrl.config import Recipe, eval_spec, load_recipe, needs_reference, train_spec
 from meshrl.config.checks import cross_checks
+from meshrl.config.dropped_keys import DROPPED_KEYS
 from meshrl.config.explain import walk
-from meshrl.config.loading import save_recipe
-from meshrl.config.machine import ThisMachine
+from meshrl.config.loading import Written, save_recipe
+from meshrl.config.machine import AssumedMachine, Assumptions, ThisMachine
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.types import OnUpdate
+from meshrl.contract.types import PARTS, OnUpdate
+from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig, SftConfig
 from meshrl.transferqueue.model.specs import Quota, check_spec
 
-from ...small_checkpoint import write_tokenizer, write_weights
+from ...frozen_queue import FROZEN
+from ...pairs import fits, pairs
 
 MINIMAL = "model: {path: model}\n"
 
@@ -44,6 +53,45 @@ def test_what_is_not_said_has_its_default() -> None:
     assert recipe.run.name == "my"
     assert recipe.run.path == Path("runs/my")
     assert recipe.queue_path == Path("runs/my/queue")
+
+
+def test_a_server_of_callers_models_needs_no_data_and_takes_adapters_without_a_rank(
+    tmp_path: Path,
+) -> None:
+    write_tiny_model(tmp_path / "model")
+    path = tmp_path / "my.yaml"
+    path.write_text(MINIMAL)
+    rollout = ("rollout.name=vllm", "rollout.engine={url: http://h:1, max_lora_rank: 8}")
+    with pytest.raises(ConfigError, match="train_files is empty"):
+        load_recipe(path, rollout)
+    assert load_recipe(path, ("tinker={}", *rollout)).tinker is not None
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        load_recipe(path, ("tinker={}", "model.path=none"))
+    with pytest.raises(ConfigError, match="nnodes make 2 ranks"):
+        load_recipe(path, ("tinker={}", "trainer.nproc=2"))
+
+
+ENVIRONMENT = (
+    "verifiers",
+    "{env: {taskset: {id: sums}}, session: {branch: each, client_sampling: true}}",
+)
+IN_CONTAINERS = "container_agent", "{command: [agent], client_sampling: true}"
+
+
+@pytest.mark.parametrize(("program", "options"), [ENVIRONMENT, IN_CONTAINERS])
+def test_options_of_sessions_are_read_wherever_a_program_has_them(
+    program: str, options: str
+) -> None:
+    recipe = load(
+        MINIMAL,
+        f"rollout.program={program}",
+        f"rollout.program_options={options}",
+        "queue.max_staleness=0",
+    )
+    said = [text for _, text in cross_checks(recipe, ThisMachine())]
+    assert any("clients choose other distributions than the trainer's" in text for text in said)
+    (rollout,) = [stage for stage in train_spec(recipe).stages if stage.name == "rollout"]
+    assert (PARTS in rollout.writes) == ("branch: each" in options)
 
 
 def test_an_override_wins_over_the_file_and_the_last_override_over_all() -> None:
@@ -166,97 +214,10 @@ def test_a_key_that_is_gone_is_dropped_from_the_command_line(
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        (
-            "trainer: {nprox: 2}",
-            "my.yaml:2: no such key 'trainer.nprox'; did you mean 'trainer.nproc'?",
-        ),
-        ("actor: {lr: 1}", "my.yaml:2: no such key 'actor.lr'; did you mean 'actor.optim.lr'?"),
-        ("modle: {}", "my.yaml:2: no such key 'modle'; did you mean 'model'?"),
-        (
-            "actor_rollout_ref:\n  rollout:\n    n: 4",
-            "my.yaml:4: no such key 'actor_rollout_ref.rollout.n'; did you mean 'rollout.n'?",
-        ),
-        (
-            "reward:\n  functions:\n  - name: math\n    wieght: 2",
-            "my.yaml:5: no such key 'reward.functions.0.wieght'; "
-            "did you mean 'reward.functions.0.weight'?",
-        ),
-        (
-            "zzz: 1",
-            "my.yaml:2: no such key 'zzz'; known here: run, model, data, algorithm, actor, "
-            "critic, reference, trainer, rollout, reward, queue, weights",
-        ),
-        (
-            "trainer: {nproc: two}",
-            "my.yaml:2: trainer.nproc: got 'two', want a positive integer",
-        ),
-        ("trainer: {nproc: 0}", "my.yaml:2: trainer.nproc: got 0, want a positive integer"),
-        ("trainer: {nproc: 1.5}", "my.yaml:2: trainer.nproc: got 1.5, want a positive integer"),
-        ("trainer: {nproc: true}", "my.yaml:2: trainer.nproc: got true, want a positive integer"),
-        ("actor: {optim: 3}", "my.yaml:2: actor.optim: got 3, want a section with"),
-        (
-            "rollout: {on_update: now}",
-            "my.yaml:2: rollout.on_update: got 'now', want one of drain, interrupt, in_flight",
-        ),
-        (
-            "queue: {max_staleness: soon}",
-            "my.yaml:2: queue.max_staleness: got 'soon', want an integer >= 0 or inf",
-        ),
-        (
-            "queue: {max_staleness: -1}",
-            "my.yaml:2: queue.max_staleness: got -1, want an integer >= 0 or inf",
-        ),
-        (
-            "actor: {optim: {betas: [0.9]}}",
-            "my.yaml:2: actor.optim.betas.1 is missing; want a number",
-        ),
-        (
-            "trainer: {logger: wandb}",
-            "my.yaml:2: trainer.logger: got 'wandb', want a list, each text",
-        ),
-        (
-            "reward: {functions: [{weight: 2}]}",
-            "my.yaml:2: reward.functions.0.name is missing; want text",
-        ),
-        ("run: {name: a/b}", "my.yaml:2: run.name: got 'a/b', want text (Letters, digits"),
-        (
-            "weights: {late_quorum: 2}",
-            "my.yaml:2: weights.late_quorum: got 2, want a positive number <= 1.0",
-        ),
-        ("rollout: {n: 2}\nrollout: {n: 3}", "my.yaml:3: rollout is given twice"),
-        ("rollout: {n: [}", "my.yaml:2: not valid YAML: "),
-    ],
-)
-def test_a_mistake_in_the_file_is_one_line(text: str, line: str) -> None:
-    (only,) = said(MINIMAL + text)
-    assert only.startswith(line)
-
-
-@pytest.mark.parametrize(
-    ("override", "line"),
-    [
-        ("rollout.n", "command line: rollout.n: want key=value, as in rollout.n=8"),
-        ("rollout..n=3", "command line: rollout..n=3: want key=value, as in rollout.n=8"),
-        (
-            "rollout.n=many",
-            "command line: rollout.n=many: rollout.n: got 'many', want a positive integer",
-        ),
-        ("rollout.n=[", "command line: rollout.n=[: the value is not valid YAML"),
-        (
-            "data.train_files.2=x",
-            "command line: data.train_files.2=x: data.train_files has items 0 to 0, not '2'",
-        ),
-        (
-            "rolout.n=3",
-            "command line: rolout.n=3: no such key 'rolout.n'; did you mean 'rollout.n'?",
-        ),
-    ],
-)
-def test_a_mistake_in_an_override_is_one_line(override: str, line: str) -> None:
-    assert said(MINIMAL + "data: {train_files: [a.parquet]}", override) == [line]
+@pytest.mark.parametrize(("text", "line"), pairs(Path(__file__).with_name("wrong_keys.txt")))
+def test_a_mistake_in_the_file_is_one_line(text: list[str], line: str) -> None:
+    (only,) = said(MINIMAL + "\n".join(text))
+    assert fits(only, line), only
 
 
 def test_several_mistakes_are_reported_at_once_in_the_order_of_the_file() -> None:
@@ -328,7 +289,7 @@ def test_rows_keep_their_experts_in_the_training_run_only() -> None:
 def test_routers_of_compiled_layers_cannot_be_told_their_experts() -> None:
     recipe = load(MINIMAL, "rollout.routing_replay=true", "model.use_torch_compile=true")
     said = [text for _, text in cross_checks(recipe, ThisMachine())]
-    assert any("use_torch_compile: routers of compiled layers are told nothing" in t for t in said)
+    assert any("use_torch_compile: routers of compiled layers ignore" in t for t in said)
 
 
 def test_evaluation_is_a_run_of_its_own_bound_to_no_version() -> None:
@@ -351,142 +312,6 @@ def test_every_key_can_be_explained_in_words() -> None:
         assert key.default_text, key.dotted
 
 
-class TestChecksOfTheWholeRecipe:
-    """Faults that only the whole recipe, or the machine, can show."""
-
-    @pytest.fixture(autouse=True)
-    def _files(self) -> None:
-        Path("model").mkdir()
-        config = {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 2048}
-        Path("model/config.json").write_text(json.dumps(config))
-        write_weights(Path("model/model.safetensors"))
-        write_tokenizer(Path("model"))
-        Path("train.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
-        Path("mine.py").write_text("def compute_score(**sample):\n    return 0.0\n")
-
-    TEXT = """
-model: {path: model}
-data: {train_files: [train.jsonl], train_batch_size: 32}
-reward: {custom_reward_function: {path: mine.py}}
-"""
-
-    def said(self, *overrides: str) -> list[str]:
-        Path("my.yaml").write_text(self.TEXT)
-        with pytest.raises(ConfigError) as caught:
-            load_recipe(Path("my.yaml"), overrides)
-        return str(caught.value).splitlines()
-
-    def test_a_good_recipe_is_good(self) -> None:
-        Path("my.yaml").write_text(self.TEXT)
-        assert load_recipe(Path("my.yaml")).data.train_batch_size == 32
-
-    @pytest.mark.parametrize(
-        ("override", "line"),
-        [
-            (
-                "actor.ppo_mini_batch_size=7",
-                "actor.ppo_mini_batch_size: 7 does not divide data.train_batch_size, 32",
-            ),
-            (
-                "actor.ppo_max_token_len_per_gpu=1000",
-                "actor.ppo_max_token_len_per_gpu: 1000 is less than one row may have, 1024 "
-                "(data.max_prompt_length + data.max_response_length)",
-            ),
-            (
-                "data.max_response_length=4096",
-                "data.max_response_length: prompt and response may have 4608 tokens, "
-                "and the model in model takes 2048",
-            ),
-            (
-                "model.path=modle",
-                "model.path: no such directory: modle (did you mean model?); want the directory "
-                "of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer)",
-            ),
-            (
-                "data.train_files=[trian.jsonl]",
-                "data.train_files.0: no such file: trian.jsonl (did you mean train.jsonl?)",
-            ),
-            (
-                "data.train_files=[]",
-                "data.train_files is empty; want parquet or jsonl files, or data.reasoning_gym",
-            ),
-            (
-                "data.val_files=[mine.py]",
-                "data.val_files.0: mine.py: want .csv, .json, .jsonl or .parquet, or name a reader of your own"
-                " (data.reader)",
-            ),
-            (
-                "reward.custom_reward_function.path=mien.py",
-                "reward.custom_reward_function.path: no such file: mien.py (did you mean mine.py?)",
-            ),
-            (
-                "reward.functions=[{name: score, path: mien.py}]",
-                "reward.functions.0.path: no such file: mien.py (did you mean mine.py?)",
-            ),
-            (
-                "rollout.name=my.engines.fast",
-                "rollout.name: no module 'my.engines.fast' can be imported",
-            ),
-            (
-                "rollout.program_options={max_turns: 3}",
-                "rollout.program_options: the program 'single_turn' takes none",
-            ),
-            (
-                "rollout={program: tools, program_options: {tools: [nowhere.py:add]}}",
-                "rollout.program_options.tools.0.function: no such file: nowhere.py",
-            ),
-            (
-                "rollout={program: user, program_options: {function: my.agents.talk}}",
-                "rollout.program_options.function: no module 'my.agents' can be imported",
-            ),
-            (
-                "rollout={program: tools, program_options: {tools: [a.b], max_turn: 3}}",
-                "rollout.program_options.max_turn: no such option; did you mean 'max_turns'?",
-            ),
-            (
-                "rollout={program: user, program_options: {}}",
-                "rollout.program_options.function: Field required (got {})",
-            ),
-        ],
-    )
-    def test_one_line_says_what_to_change(self, override: str, line: str) -> None:
-        (only,) = self.said(override)
-        assert only == f"command line: {override}: {line}"
-
-    @pytest.mark.parametrize(
-        ("override", "start"),
-        [
-            ("rollout.name=torhc", "rollout.name: got 'torhc'; did you mean 'torch'? (known: "),
-            ("queue.store=mmeory", "queue.store: got 'mmeory'; did you mean 'memory'? (known: "),
-            (
-                "algorithm.adv_estimator=grop",
-                "algorithm.adv_estimator: got 'grop'; did you mean 'grpo'?",
-            ),
-            ("weights.carrier=glue", "weights.carrier: got 'glue'"),
-            (
-                "weights.ipc.library=cupi",
-                "weights.ipc.library: got 'cupi'; did you mean 'cupy'?",
-            ),
-            (
-                "weights.nccl.library=cupi",
-                "weights.nccl.library: got 'cupi'; did you mean 'cupy'?",
-            ),
-        ],
-    )
-    def test_an_unknown_name_is_answered_with_the_known_ones(
-        self, override: str, start: str
-    ) -> None:
-        (only,) = self.said(override)
-        assert only.startswith(f"command line: {override}: {start}")
-        assert "or a dotted path" in only
-
-    def test_a_reference_that_is_needed_and_missing_names_who_needs_it(self) -> None:
-        (only,) = self.said("actor.use_kl_loss=true", "reference.path=frozen")
-        assert only.endswith("(actor.use_kl_loss needs `ref_logprobs`)")
-        Path("my.yaml").write_text(self.TEXT)
-        assert load_recipe(Path("my.yaml"), ["reference.path=frozen"])
-
-
 @pytest.mark.parametrize(
     ("config", "vocabulary"),
     [
@@ -505,3 +330,88 @@ def test_a_run_knows_the_vocabulary_where_the_checkpoint_says_it(
         (tmp_path / "config.json").write_text(json.dumps(config))
     recipe = load(MINIMAL, f"model.path={tmp_path}")
     assert train_spec(recipe).vocabulary == eval_spec(recipe).vocabulary == vocabulary
+
+
+ROOT = Path(__file__).parents[3]
+DROPPED: Collection[str] = {".".join(map(str, key)) for key in DROPPED_KEYS}
+"""Keys of then that no recipe has now, with all below them; `N` stands for a place in a list."""
+OFFLINE: Mapping[str, type[Config]] = {
+    "recipes/gsm8k/sft.yaml": SftConfig,
+    "recipes/preferences/dpo.yaml": DpoConfig,
+    "recipes/preferences/reward.yaml": RewardModelConfig,
+    "recipes/vision/sft.yaml": SftConfig,
+}
+"""Recipes of commands beside `up`."""
+DEFAULTS = "defaults"
+RECIPES: Mapping[str, Mapping[str, Any]] = yaml.safe_load((FROZEN / "recipes.yaml").read_text())
+"""Values by dotted key, by path of the recipe: all of one that names only a model; of the others, differences."""
+
+
+def values(path: Path, kind: type[Config] | None = None) -> dict[str, Any]:
+    """Output of `meshrl config show` for a recipe, by dotted key, on a machine without a GPU."""
+    if kind is not None:
+        return dict(flat(Written.read(path, ()).as_config(kind).model_dump(mode="json")))
+    machine = AssumedMachine(Assumptions(gpus=0))
+    recipe = load_recipe(path, check=False, hub=False, machine=machine)
+    return dict(flat(recipe.model_dump(mode="json")))
+
+
+def flat(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves, by dotted key. What is empty is a leaf, and so is a list of no sections."""
+    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        value = dict(enumerate(value))
+    if not (isinstance(value, dict) and value):
+        yield at, value
+        return
+    for name, below in value.items():
+        yield from flat(below, f"{at}.{name}" if at else str(name))
+
+
+def expected(path: str) -> dict[str, Any]:
+    """The frozen result of `values`: the recipe's own values over the defaults."""
+    found = dict(RECIPES[path])
+    inner = {key[: end.start()] for key in found for end in re.finditer(r"\.", key)}
+    for key, value in ({} if path in OFFLINE else RECIPES[DEFAULTS]).items():
+        replaced = key in inner or any(f"{key}.".startswith(f"{own}.") for own in found)
+        if not replaced:
+            found[key] = value
+    return {key: value for key, value in found.items() if not dropped(key)}
+
+
+def dropped(key: str) -> bool:
+    """Whether the key, or one above it, is named in DROPPED."""
+    general = re.sub(r"\.\d+(?=\.|$)", ".N", key)
+    return any(f"{general}.".startswith(f"{name}.") for name in DROPPED)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.keys() - {DEFAULTS}))
+def test_a_shipped_recipe_means_what_it_meant(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    then, now = expected(path), values(Path(path), OFFLINE.get(path))
+    gone = sorted(then.keys() - now.keys())
+    assert not gone, "keys that went: name them in DROPPED"
+    assert {key: now[key] for key in then} == then
+
+
+KEYS = Path(__file__).parents[2] / "fixtures" / "recipe_keys.txt"
+"""Every key that a recipe has or had, one a line, sorted."""
+
+
+def test_the_keys_of_a_recipe_are_the_frozen_ones(tmp_path: Path) -> None:
+    frozen = KEYS.read_text().splitlines()
+    present = {key.dotted for key in walk(Recipe)}
+    added = sorted(present - set(frozen))
+    assert not added, f"new keys of a recipe: add them to {KEYS}, sorted: {added}"
+    assert frozen == sorted(set(frozen)), f"{KEYS} is not sorted"
+    path = tmp_path / "old.yaml"
+    path.write_text("model: {path: model}\ndata: {reasoning_gym: {tasks: {gcd: {}}, levels: 2}}\n")
+    for key in frozen:
+        if key in present:
+            continue
+        try:
+            load_recipe(path, [f"{key}=null"], check=False)
+        except ConfigError as error:
+            pytest.fail(
+                f"{key} is no key any more, and a recipe that has it is refused ({error}): bring the key back, "
+                "or add it to DROPPED_KEYS in meshrl/config/loading.py"
+            )

@@ -160,9 +160,12 @@ def test_a_recipe_for_gpus_is_good_and_takes_what_its_table_says(
 
 
 @pytest.mark.filterwarnings("ignore")  # the package's own
-def test_the_recipe_of_reasoning_gym_is_good_for_a_real_model() -> None:
+def test_the_recipe_of_reasoning_gym_is_good_for_a_real_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its tasks are made at each level, if the package is here."""
     pytest.importorskip("reasoning_gym")
+    monkeypatch.chdir(tmp_path)  # the checkout may have a run of this recipe
     folder = RECIPES / "reasoning_gym"
     assumed = Written.read(folder / "machine.yaml", ()).as_config(Assumptions)
     loaded = load_recipe(folder / "recipe.yaml", (), machine=AssumedMachine(assumed))

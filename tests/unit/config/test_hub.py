@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from meshrl.config import hub as on_hub
 from meshrl.config import load_recipe
 from meshrl.config.recipe import Recipe
-from meshrl.contract.errors import ConfigError
+from meshrl.contract.errors import ConfigError, UserError
 from tests.doubles.hub import FakeHub, serving
 
 GSM8K, QWEN = "datasets/openai/gsm8k", "models/Qwen/tiny"
@@ -164,3 +165,23 @@ def test_the_environment_says_where_hub_and_cache_are(hub: FakeHub, tmp_path: Pa
         found = json.loads(done.stdout)
         assert found["model"]["path"].startswith(str(tmp_path / "home" / "hub"))
         assert len(found["data"]["train_files"]) == 2
+
+
+def test_an_export_is_uploaded_to_a_private_model(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    folder = tmp_path / "export"
+    folder.mkdir()
+    files = {"config.json": b"{}", "model.safetensors": bytes(range(200))}
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    on_hub.upload(folder, "me/tuned", "demo, step 8")
+    (commit,) = hub.revisions["models/me/tuned"].values()
+    assert commit == files and hub.visibility == {"me/tuned": "private"}
+    hub.gated.add("models/you/theirs")
+    with pytest.raises(
+        UserError, match=r"you/theirs: not uploaded, .* is complete: .*403"
+    ) as caught:
+        on_hub.upload(folder, "you/theirs", "")
+    assert "\n" not in str(caught.value) and "hf_secret" not in str(caught.value)

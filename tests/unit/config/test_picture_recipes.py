@@ -1,4 +1,4 @@
-"""Recipes whose model reads pictures: what stands beside it must read them alike."""
+"""Recipes with a vision-language model: every part must read images as it does."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def checkpoint(path: Path, **preprocessor: Any) -> Path:
 
 
 def problems(model: Path, *more: str) -> list[str]:
-    """Those of pictures."""
+    """Problems of a recipe with pictures."""
     asked = [f"model.path={model}", "rollout.name=vllm", *more]
     recipe = load_recipe(ROOT / "recipes/vision/recipe.yaml", asked, check=False)
-    return [text for _, text in cross_checks(recipe) if "picture" in text]
+    return [text for _, text in cross_checks(recipe) if "picture" in text or "vision-" in text]
 
 
 KL = ("actor.use_kl_loss=true",)
@@ -72,7 +72,7 @@ def test_tensor_and_expert_ranks_are_refused_in_one_line(tmp_path: Path, dimensi
     model = checkpoint(tmp_path / "model", **READS)
     key = f"trainer.parallel.{dimension}"
     found = problems(model, "trainer.nproc=2", f"{key}=2")
-    assert found == [f"{key}: a model that reads pictures is not shared out so; want 1"]
+    assert found == [f"{key}: a vision-language model is not sharded so; want 1"]
 
 
 def test_qwen2_5_vl_with_other_patches_is_not_given_to_sglang(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_the_ranks_of_a_reference_are_not_sent_pictures(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "model", **READS)
     assert problems(model, "reference.nproc=2") == []
     (problem,) = problems(model, *KL, "reference.nproc=2")
-    assert problem.startswith("reference.nproc: ") and problem.endswith("not sent; want 1")
+    assert problem.startswith("reference.nproc: ") and problem.endswith("get no images; want 1")
 
 
 FOLDER = Path(__file__).parents[3] / "recipes" / "geo3k"
@@ -117,7 +117,10 @@ def check(*overrides: str, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (("rollout.name=torch",), "rollout.name: torch reads text only"),
+        (
+            ("rollout.name=torch",),
+            "'images' cannot be used (want a vision-language model, and an engine for it)",
+        ),
         (
             ("rollout.name=sglang", "rollout.engine={update: disk}"),
             "rollout.engine.update: disk leaves SGLang what the old vision tower made",
@@ -130,7 +133,7 @@ def check(*overrides: str, **changes: Any) -> None:
             ("rollout.program=openai", AGENT + ", branch: each}"),
             "rollout.program_options.branch: each trains text only; want last",
         ),
-        (("trainer.parallel.tensor=2",), "trainer.parallel.tensor: a model that reads pictures"),
+        (("trainer.parallel.tensor=2",), "trainer.parallel.tensor: a vision-language model"),
         (("data.image_key=pictures",), "'images' cannot be used"),
     ],
 )
@@ -138,6 +141,24 @@ def test_what_would_lose_the_pictures_is_refused(overrides: tuple[str, ...], pro
     with pytest.raises(ConfigError) as caught:
         check(*overrides)
     assert problem in str(caught.value)
+
+
+def test_the_text_part_of_a_model_that_reads_pictures_is_sampled_by_the_embedded_engine(
+    tmp_path: Path,
+) -> None:
+    model = checkpoint(tmp_path / "model", **READS)
+    about = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]}
+    text = {"rope_parameters": {"rope_type": "default"}, "max_position_embeddings": 64}
+    (model / "config.json").write_text(
+        json.dumps({**about, "vision_config": {}, "text_config": text})
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "2", "answer": "2"}) + "\n")
+    asked = (f"data.train_files=[{rows}]", f"data.val_files=[{rows}]", "rollout.name=torch")
+    assert problems(model, *asked, "rollout.engine={}", "rollout.program=verifiers") == []
+    rows.write_text(json.dumps({"prompt": "<image> 2", "answer": "2", "images": ["a.png"]}) + "\n")
+    found = problems(model, *asked, "rollout.engine={}")
+    assert len(found) == 2 and all("'images' cannot be used" in each for each in found)
 
 
 def test_a_package_that_pictures_need_is_named() -> None:

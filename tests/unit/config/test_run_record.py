@@ -1,4 +1,4 @@
-"""A run that goes on is the run that began: what may change is told, the rest is asked for or refused."""
+"""A run that continues is the run that began: what may change is told, the rest is asked for or refused."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_what_bends_a_run_wants_another_name_or_to_be_accepted(override: str) ->
     told = start(override, accept=True)
     assert told and all(line.startswith(f"run my: {key}") for line in told)
     assert changes_accepted(Path("runs/my"))
-    assert start(override) == told, "what was accepted once goes on"
+    assert start(override) == told, "what was accepted once continues"
     train(5)
     assert start(override) == told
     with pytest.raises(UserError, match="--accept-changes"):
@@ -509,7 +509,7 @@ def test_a_run_with_a_store_of_pictures_is_refused_unchanged() -> None:
     with pytest.raises(UserError) as refused:
         start()
     (line,) = refused.value.message.splitlines()
-    assert "run my keeps pictures" in line and "go on with commit 9121209e" in line
+    assert "run my keeps pictures" in line and "continue with commit 9121209e" in line
     assert files() == before
 
 

@@ -18,11 +18,16 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
+from meshrl.cli.demo.tiny_model import write_tiny_model
 from meshrl.config import load_recipe
-from meshrl.config.machine import AssumedMachine, Assumptions
+from meshrl.config.checks import warnings
+from meshrl.config.machine import AssumedMachine, Assumptions, ThisMachine
 from meshrl.contract.errors import ConfigError
 
+from ...pairs import fits
 from ...small_checkpoint import write_tokenizer, write_weights
+from ..trainer.published_templates import PUBLISHED
+from ..trainer.test_prompts import WRONG_ROWS
 
 RECIPE = """
 model: {path: model}
@@ -136,19 +141,9 @@ ROWS: list[tuple[str, Any, str]] = [
         "no prompts in t.jsonl: each has more tokens than data.max_prompt_length 32; want at least 36 there",
     ),
     (
-        "t.jsonl",
-        [{"prompt": [*user("x"), {"role": "assistant", "content": "y"}], "answer": "1"}],
-        "t.jsonl:1: the prompt ends with a message of the assistant, and a chat template would open another one: ",
-    ),
-    (
         "t.json",
         json.dumps([GOOD, GOOD], indent=1),
         "t.json:1: the file is one array, want one object a line: jq -c '.[]' t.json > NEW.jsonl",
-    ),
-    (
-        "t.jsonl",
-        [{"prompt": "x", "answer": None}],
-        "t.jsonl:1: no 'answer'; it is null or NaN; say where the answer",
     ),
     # of the same kinds
     (
@@ -180,11 +175,6 @@ ROWS: list[tuple[str, Any, str]] = [
         "t.csv:2: 'prompt' is a list of messages written as text, want the list itself (parquet or jsonl)",
     ),
     (
-        "t.jsonl",
-        [{"prompt": json.dumps(user("x")), "answer": "1"}],
-        "t.jsonl:1: 'prompt' is a list of messages written as text, want the list itself",
-    ),
-    (
         "t.parquet",
         [{"prompt": "x", "answer": decimal.Decimal("3.50")}],
         "t.parquet:0: 'answer' is Decimal('3.50') (Decimal), want text, a number, ",
@@ -212,31 +202,6 @@ ROWS: list[tuple[str, Any, str]] = [
     ),
     (
         "t.jsonl",
-        [{"prompt": 7, "answer": "1"}],
-        "t.jsonl:1: 'prompt' is int, want text or a list of messages",
-    ),
-    (
-        "t.jsonl",
-        [{"prompt": [], "answer": "1"}],
-        "t.jsonl:1: 'prompt' is empty, want text or a list of messages",
-    ),
-    (
-        "t.jsonl",
-        [{"prompt": [{"role": "user"}], "answer": "1"}],
-        "t.jsonl:1: 'prompt' holds {'role': 'user'}, want an object with role and content",
-    ),
-    (
-        "t.jsonl",
-        [{"prompt": user("  "), "answer": "1"}],
-        "t.jsonl:1: the prompt is empty: the user's last message",
-    ),
-    (
-        "t.jsonl",
-        [GOOD, GOOD, {"prompt": "x", "answer": ["", None], "extra_info": 3}],
-        "t.jsonl:3: extra_info is int, want an object",
-    ),
-    (
-        "t.jsonl",
         [*[GOOD] * 6, {"prompt": "x", "reward_model": {"style": "rule", "ground_truth": None}}],
         "t.jsonl:7: no 'reward_model.ground_truth'; it is null or NaN; say where the answer is",
     ),
@@ -244,11 +209,6 @@ ROWS: list[tuple[str, Any, str]] = [
         "t.jsonl",
         [{"prompt": user("x"), "answer": "1"}],
         "t.jsonl:1: the prompt is a chat and the tokenizer has no chat template",
-    ),
-    (
-        "t.jsonl",
-        [{"prompt": "x", "answer": "1", "images": ["a.png"]}],
-        "t.jsonl:1: 'images' cannot be used (model.path reads text only); leave the column out",
     ),
     (
         "t.tsv",
@@ -270,7 +230,6 @@ ROWS: list[tuple[str, Any, str]] = [
         '{"prompt": "x", "answer": ' + "[" * 800 + "]" * 800 + "}\n",
         "t.jsonl:1: the row is nested too deeply; want fewer levels",
     ),
-    ("t.jsonl", [{**GOOD, "data_source": ["a"]}], "t.jsonl:1: data_source is ['a'], want text"),
     ("t.parquet", b"PAR1", "t.parquet: not a readable parquet file: "),
 ]
 """A file of training data, and what is said of it behind its key."""
@@ -341,6 +300,13 @@ SAYS: list[tuple[str, Files, Make | None, Sequence[str], str]] = [
         lambda: model("small", config={**CONFIG, "vocab_size": 90}),
         ["model.path=small"],
         "model.path: the tokenizer in small has 96 tokens, and the model knows 90 (vocab_size of config.json): rows",
+    ),
+    (
+        "a bias of a token that the model lacks",
+        {},
+        None,
+        ["rollout.val_kwargs.logit_bias={97: -100}"],
+        "rollout.val_kwargs.logit_bias: token 97, and the model knows 0 to 96",
     ),
     (
         "a template that refuses",
@@ -416,58 +382,6 @@ SAYS: list[tuple[str, Files, Make | None, Sequence[str], str]] = [
         ["model.path=broken"],
         "model.path: no tokenizer in broken: ",
     ),
-    # adapters
-    (
-        "the output embedding",
-        {},
-        None,
-        ["model.lora_rank=8", "model.target_modules=[lm_head]"],
-        "model.target_modules: 'lm_head' names lm_head, which is no linear layer and gets no adapter (it has"
-        " k_proj, q_proj)",
-    ),
-    (
-        "the input embedding",
-        {},
-        None,
-        ["model.lora_rank=8", "model.target_modules=[q_proj, embed_tokens]"],
-        "model.target_modules: 'embed_tokens' names model.embed_tokens, which is no linear layer and gets no adapter",
-    ),
-    (
-        "a norm",
-        {},
-        None,
-        ["model.lora_rank=8", "model.target_modules=[input_layernorm]"],
-        f"model.target_modules: 'input_layernorm' names {LAYER}.input_layernorm, which is no linear layer and gets",
-    ),
-    (
-        "a name for a pattern",
-        {},
-        None,
-        ["model.lora_rank=8", "model.target_modules=q_proj"],
-        "model.target_modules: 'q_proj' is a pattern of full names, and no module has this one; did you mean"
-        " [q_proj]?",
-    ),
-    (
-        "a pattern of nothing",
-        {},
-        None,
-        ["model.lora_rank=8", "model.target_modules='.*gate.*'"],
-        "model.target_modules: the model has no module '.*gate.*' (it has k_proj, q_proj)",
-    ),
-    (
-        "no module",
-        {},
-        None,
-        ["model.lora_rank=8", "model.target_modules=[]"],
-        "model.target_modules is empty: want names of modules, or all-linear",
-    ),
-    (
-        "an exclusion of nothing",
-        {},
-        None,
-        ["model.lora_rank=8", "model.exclude_modules=[k_porj]"],
-        "model.exclude_modules: the model has no module 'k_porj'; did you mean 'k_proj'? (it has k_proj, q_proj)",
-    ),
     # functions
     (
         "columns that are not all",
@@ -484,18 +398,6 @@ SAYS: list[tuple[str, Files, Make | None, Sequence[str], str]] = [
         f"{OWN}: reward.py:1: compute_score(data_sources, solution_strs, ground_truths, extra_infos) cannot be"
         " called: got an unexpected keyword argument 'bonus' (it is called with data_sources, ",
     ),
-    # numbers
-    ("a seed below 0", {}, None, ["data.seed=-1"], "data.seed: got -1, want an integer >= 0 and < 92"),
-    ("a seed too large", {}, None, [f"run.seed={10**20}"], f"run.seed: got {10**20}, want an integer >= -92"),
-    (
-        "a seed of tasks",
-        {},
-        None,
-        ["data.reasoning_gym={tasks: {gcd: {}}, seed: -1}"],
-        "data.reasoning_gym.seed: got -1, want an integer >= 0 and < 9223372036854775808",
-    ),
-    ("a share above 1", {}, None, ["actor.optim.betas=[0.9,1.5]"], "actor.optim.betas.1: want a number from 0"),
-    ("hexadecimal", {}, None, ["rollout.n=0x10"], "rollout.n: got '0x10', want a positive integer"),
 ]  # fmt: skip
 """Description, files, a function that makes others, overrides, and the error line after the key's place."""
 
@@ -510,7 +412,15 @@ def told(*overrides: str) -> str:
 
 def test_the_recipe_that_the_mistakes_are_made_in_is_good() -> None:
     load_recipe(Path("my.yaml"), ["rollout.val_kwargs.n=4", "data.val_files=[train.jsonl]"])
-    assert len(ROWS) + len(SAYS) >= 40 + 10
+
+
+@pytest.mark.parametrize(("row", "said"), WRONG_ROWS)
+def test_a_row_that_cannot_be_trained_on(row: list[str], said: str) -> None:
+    write("t.jsonl", json.dumps(GOOD) + "\n" + row[0])
+    assert fits(
+        told("data.train_files=[t.jsonl]"),
+        f"command line: data.train_files=[t.jsonl]: {TRAIN}t.jsonl:2: {said}",
+    )
 
 
 @pytest.mark.parametrize(("file", "content", "line"), ROWS, ids=[line[:40] for *_, line in ROWS])
@@ -663,3 +573,55 @@ def test_of_a_machine_that_is_elsewhere_only_the_recipe_is_checked() -> None:
         load_recipe(
             Path("my.yaml"), [*there, "data.train_files=[/data/a.tsv]"], machine=far, hub=False
         )
+
+
+@pytest.mark.parametrize(
+    ("kind", "branch", "told"),
+    [
+        ("Qwen3", "last", "before a message of user, and rows keep them"),
+        ("DeepSeek-R1", "last", "before a message of user and tool"),
+        ("GLM-4.5", "last", "before a message of user, and rows keep them"),
+        ("gpt-oss", "last", "before a message of user and tool"),
+        ("Qwen3", "each", ""),
+        ("Qwen2.5", "last", ""),
+    ],
+)
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        ("openai", "{{command: [true], branch: {}}}"),
+        ("container_agent", "{{command: [true], branch: {}}}"),
+        ("verifiers", "{{env: {{taskset: {{id: sums}}}}, session: {{branch: {}}}}}"),
+    ],
+)
+def test_a_template_that_leaves_thoughts_out_is_told_to_agents(
+    kind: str, branch: str, told: str, program: str, options: str, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    PUBLISHED[kind].tokenizer().save_pretrained(model)
+    recipe = load_recipe(
+        Path(__file__).parents[3] / "recipes/demo/recipe.yaml",
+        [
+            f"model.path={model}",
+            f"rollout.program={program}",
+            f"rollout.program_options={options.format(branch)}",
+        ],
+        check=False,
+    )
+    said = [text for at, text in warnings(recipe, ThisMachine()) if at[-1] == "program_options"]
+    assert len(said) == bool(told) and told in "".join(said)
+
+
+def test_a_tokenizer_without_a_chat_template_is_told_to_agents(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model")
+    recipe = load_recipe(
+        Path(__file__).parents[3] / "recipes/demo/recipe.yaml",
+        [
+            f"model.path={tmp_path / 'model'}",
+            "rollout.program=openai",
+            "rollout.program_options={external: true}",
+        ],
+        check=False,
+    )
+    (said,) = [text for at, text in warnings(recipe, ThisMachine()) if at[-1] == "program"]
+    assert "no chat template" in said

@@ -63,6 +63,9 @@ sampling = st.builds(
     stop=st.lists(texts, max_size=3).map(tuple),
     stop_token_ids=st.lists(small, max_size=3).map(tuple),
     seed=st.integers(-(2**63), 2**63 - 1),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0.01, 2),
+    logit_bias=st.dictionaries(small, st.floats(-100, 100), max_size=3),
 )
 tasks = st.builds(
     Task,

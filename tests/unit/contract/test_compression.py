@@ -24,7 +24,6 @@ from meshrl.contract.codec.bulk import (
 )
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import Frame, pack
-from meshrl.contract.types import rounded
 from meshrl.v1 import queue_pb2 as pb
 
 COMPRESSOR = FrameCompressor()
@@ -83,8 +82,6 @@ def test_any_frame_comes_back_to_the_byte(
         (np.array([-1, 5], np.int32), Narrowing.NONE),
         (np.array([0, 1, 1], np.uint8), Narrowing.BITS),
         (np.array([0, 2], np.uint8), Narrowing.NONE),
-        (np.array([-0.0, -1.5, -np.inf, np.nan], np.float32), Narrowing.BFLOAT16),
-        (np.array([0.1], np.float16).astype(np.float32), Narrowing.FLOAT16),
         (np.array([0.1], np.float32), Narrowing.NONE),
         (np.array([], np.int32), Narrowing.NONE),
     ],
@@ -98,24 +95,6 @@ def test_a_column_is_narrowed_only_where_no_bit_is_lost(
 def test_noise_is_left_alone() -> None:
     noise = np.random.default_rng(0).integers(0, 1 << 62, 5000)
     assert COMPRESSOR.compress(pack([{"noise": noise}])) is None
-
-
-@pytest.mark.parametrize(
-    ("precision", "error"), [("bf16", 0.0313), ("fp16", 0.0079), ("fp32", 0.0)]
-)
-def test_rounded_logprobs_halve_and_keep_the_documented_error(precision: str, error: float) -> None:
-    logprobs = -np.random.default_rng(1).uniform(0, 16, 100_000).astype(np.float32)
-    made = rounded(logprobs, precision)  # type: ignore[arg-type]
-    assert made.dtype == np.float32
-    assert np.abs(made - logprobs).max() <= error
-    assert (narrowed(made)[1].nbytes == logprobs.nbytes // 2) == (precision != "fp32")
-
-
-def test_rounding_goes_to_the_nearest_with_ties_to_even_and_keeps_what_is_no_number() -> None:
-    given_ = np.array([1 + 2**-8, 1 + 3 * 2**-8, np.nan, -np.inf], np.float32)
-    assert rounded(given_, "bf16")[:2].tolist() == [1.0, 1 + 2**-6]
-    assert np.isnan(rounded(given_, "bf16")[2])
-    assert rounded(given_, "bf16")[3] == -np.inf
 
 
 def test_a_cut_or_changed_frame_is_corrupt_and_never_larger_than_announced() -> None:

@@ -178,7 +178,7 @@ async def test_the_first_failure_of_each_kind_is_a_warning_and_why_waiting_tells
 async def test_lost_rows_are_told_now_and_then_with_their_number(
     queue: Shut, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A group of which one row fails for good takes the others from their workers: hundreds of rows a minute."""
+    """A group with a dead-lettered row takes the others from their workers: hundreds of rows a minute."""
     held: list[Uid] = []
 
     async def handle(rows: Sequence[LeasedRow]) -> list[Failure]:

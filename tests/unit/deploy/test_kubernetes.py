@@ -20,6 +20,7 @@ from meshrl.config import load_recipe
 from meshrl.config.stages import mesh_services
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.deploy.kubernetes import CALLED
+from meshrl.rollout.containers.box import POD_LABELS
 from meshrl.rpc.credentials import MeshRole, read_verifiers, role_of, sha256
 from meshrl.rpc.identity import METHODS
 
@@ -30,7 +31,7 @@ VERSIONS = [
     f"1.{n}" for n in range(29, int(kubernetes_validate.latest_version().split(".")[1]) + 1)
 ]
 schema = cache(kubernetes_validate.utils.schema_contents)
-"""It would be read again for every object."""
+"""The schema, cached: it would be read again for every object."""
 PAGE = Path(__file__).parents[3] / "docs/how-to/kubernetes.md"
 UNCHECKED = {"ScaledObject", "PodMonitor", "Certificate", "LeaderWorkerSet"}
 """Kinds of others, which Kubernetes' schemas do not know."""
@@ -64,6 +65,8 @@ VARIANTS = {
         "rollout.engine={url: 'http://127.0.0.1:8000', update: native}",
     ],
     "tls": TLS,
+    "tinker": ["tinker={http_port: 8900}", *TLS, "--cert-manager", "mesh"],
+    "boxes": ["rollout.containers={backend: kubernetes}"],
     "mutual-tls": [*TLS, "tls.client_ca=/tls/ca.crt", "--cert-manager", "mesh"],
 }
 
@@ -212,6 +215,48 @@ def test_pods_may_call_whom_the_table_of_methods_lets_them_and_nobody_else() -> 
     assert set(deny["policyTypes"]) == {"Ingress", "Egress"}
 
 
+def test_a_server_of_models_that_callers_train_is_reached_and_keeps_them() -> None:
+    found = objects(*VARIANTS["tinker"])
+    names = {name.removeprefix("my-run-") for _, name in found}
+    assert names == {"recipe", "tinker", "default-deny", "http-of-tinker", "mesh"}
+    ports = found["Service", "my-run-tinker"]["spec"]["ports"]
+    assert {"name": "http", "port": 8900} in ports
+    (rule,) = found["NetworkPolicy", "my-run-http-of-tinker"]["spec"]["ingress"]
+    assert rule == {"from": [{"podSelector": {}}], "ports": [{"port": 8900, "protocol": "TCP"}]}
+    spec = found["StatefulSet", "my-run-tinker"]["spec"]
+    assert spec["volumeClaimTemplates"][0]["metadata"]["name"] == "work"
+    assert found["Certificate", "my-run-mesh"]["spec"]["dnsNames"] == ["my-run-tinker"]
+    pod = spec["template"]["spec"]
+    assert {"name": "http", "containerPort": 8900} in pod["containers"][0]["ports"]
+    secrets = objects("--secrets", *VARIANTS["tinker"])
+    mounted = {each["secret"]["secretName"] for each in pod["volumes"] if "secret" in each}
+    assert mounted - {"my-run-tls"} <= {name for _, name in secrets}
+
+
+def test_workers_with_pods_for_rows_may_do_what_they_ask_and_these_pods_reach_nobody() -> None:
+    found = objects(*VARIANTS["boxes"])
+    rules = {
+        each["resources"][0]: each["verbs"] for each in found["Role", "my-run-rollout"]["rules"]
+    }
+    assert set(rules) == {"pods", "pods/exec", "networkpolicies"}
+    assert "watch" not in rules["pods"] and "update" not in rules["pods"]
+    (subject,) = found["RoleBinding", "my-run-rollout"]["subjects"]
+    account = pods(found)["rollout"]["serviceAccountName"]
+    assert ("ServiceAccount", account) in found and subject["name"] == account
+    closed = found["NetworkPolicy", "my-run-boxes"]["spec"]
+    assert closed["podSelector"] == {"matchLabels": POD_LABELS}
+    assert closed["ingress"] == closed["egress"] == []
+    # No policy of the mesh, which lets its pods ask for names, chooses them.
+    assert not POD_LABELS.items() <= found["Deployment", account]["metadata"]["labels"].items()
+
+
+def test_submitted_rewards_are_reached_at_the_port_that_the_recipe_chooses() -> None:
+    found = objects("reward.registry={http_port: 8800, tokens: tokens.yaml}")
+    assert {"name": "http", "port": 8800} in found["Service", "my-run-reward"]["spec"]["ports"]
+    (rule,) = found["NetworkPolicy", "my-run-http-of-reward"]["spec"]["ingress"]
+    assert rule["ports"] == [{"port": 8800, "protocol": "TCP"}]
+
+
 def test_gpus_are_those_of_the_placement_numbered_as_the_container_sees_them() -> None:
     specs = pods(objects("--gpus-per-node", "8", "--nodes", "2", "placement.rollout=2"))
     limits = {kind: pod["containers"][0]["resources"].get("limits") for kind, pod in specs.items()}
@@ -300,7 +345,8 @@ def test_containers_hold_nothing_that_they_do_not_need(variant: str) -> None:
         held = pod["containers"][0]["securityContext"]
         assert held["readOnlyRootFilesystem"] and held["capabilities"] == {"drop": ["ALL"]}
         assert not held["allowPrivilegeEscalation"] and pod["securityContext"]["runAsNonRoot"]
-        assert not pod["automountServiceAccountToken"]
+        makes_pods = (variant, kind) == ("boxes", "rollout")
+        assert pod["automountServiceAccountToken"] == ("serviceAccountName" in pod) == makes_pods
         # bubblewrap needs namespaces; who makes sandboxes has them, in a user namespace of its own, and nobody else.
         opened = (variant, kind) in OPENED
         assert ("procMount" in held) == opened == (pod.get("hostUsers") is False)
@@ -334,6 +380,7 @@ def test_containers_hold_nothing_that_they_do_not_need(variant: str) -> None:
             ["tls.cert=/etc/a.pem", "tls.key=/etc/a.key"],
             "tls.cert: /etc/a.pem: want a file in /tls",
         ),
+        (["tinker={}"], "tinker.http_port: 0: want a port"),
         (["--engine-nodes", "2"], "--engine-nodes: want rollout.name=vllm"),
         (["--cert-manager", "mesh"], "--cert-manager: the recipe has no certificate"),
         (["rollout.nn=4"], "no such key 'rollout.nn'"),

@@ -50,7 +50,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def test_the_page_plays_frozen_lake(files: list[str]) -> None:
     rows = [json.loads(line) for line in files]
     assert len(rows) == 200 and "@" in rows[0]["prompt"][0]["content"]
-    recipe, _ = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    [recipe] = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     options = yaml.safe_load(recipe)["rollout"]["program_options"]
     tokenizer, uid = chat_tokenizer(), Uid("run", "t0", 0)
     lakes = runpy.run_path("frozen_lake.py")

@@ -1,4 +1,4 @@
-"""The lock file pins what pyproject.toml asks for, with hashes, and names no index."""
+"""The lock file pins what pyproject.toml asks for, with hashes, and names no index; the wheel has no tests."""
 
 from __future__ import annotations
 
@@ -79,3 +79,15 @@ def test_an_audit_that_cannot_be_made_ends_with_one_line_and_code_2(tmp_path: Pa
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: the packages were not audited: ")
+
+
+wheel = pytest.importorskip("hatchling.builders.wheel")
+ROOMS = {"common", "proto", "transferqueue", "rollout", "rewardd", "trainer", "services", "recipes"}
+
+
+def test_the_wheel_has_the_rooms_and_the_recipes_and_nothing_of_the_tests() -> None:
+    files = list(wheel.WheelBuilder(str(ROOT)).recurse_included_files())
+    assert {Path(file.path).relative_to(ROOT).parts[0] for file in files} == ROOMS
+    names = {file.distribution_path for file in files}
+    assert {name.split("/")[0] for name in names} == {"meshrl"}
+    assert {"meshrl/testing/contract/queue_suite.py", "meshrl/planning/planner.py"} <= names

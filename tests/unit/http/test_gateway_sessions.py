@@ -1,4 +1,4 @@
-"""The gateway: when it starts, for whom, its sessions, what it reads of a request and how it answers."""
+"""The gateway: when it starts, its sessions, what it reads of a request and how it answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from meshrl.config.checks import cross_checks
 from meshrl.config.recipe import Recipe
 from meshrl.config.stages import eval_spec, train_spec
-from meshrl.contract.errors import UserError, WaitTimeoutError
+from meshrl.contract.errors import InfraError, MeshError, UserError, WaitTimeoutError
 from meshrl.contract.types import POSTED_REWARD, SamplingParams, Task, Uid
 from meshrl.http.gateway.answers import AnswerFormat
 from meshrl.http.gateway.app import build_app
@@ -232,25 +233,35 @@ async def test_ignored_fields_are_told_once_whatever_session_sends_them(
     assert len(told) == 3 and len(told[2].split(", ")) == MOST_TOLD - 2
 
 
-async def test_a_request_belongs_to_the_conversation_that_its_header_names(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer(tmp_path)
+SAID = [{"role": "user", "content": "x"}]
+
+
+@asynccontextmanager
+async def called(path: Path, *responses: str | MeshError, **rules: Any) -> AsyncIterator[Any]:
+    """The session of an engine that gives these responses, that engine, and a client with the key."""
+    tokenizer = chat_tokenizer(path)
     sessions = SessionTable(prompt_tokens=None)
     app = build_app(sessions, tokenizer, max_body_bytes=10_000, identity=None)
     sampling = SamplingParams(max_tokens=40)
     task = Task(run="r", task_id="t", prompt_ids=np.zeros(1, np.int32), sampling=sampling)
-    engine = Scripted(tokenizer, "one", "two", "three")
-    rules = SessionRules(conversations=True)
-    session = AgentSession(task, Uid("r", "t", 0), engine, tokenizer, rules)
-    transport = httpx.ASGITransport(app)
+    engine = Scripted(tokenizer, *responses)
+    session = AgentSession(task, Uid("r", "t", 0), engine, tokenizer, SessionRules(**rules))
     with sessions.opened(session) as address:
-        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-            for name in ("a", "b", "a"):
-                said = [{"role": "user", "content": "x"}]
-                key = {"Authorization": f"Bearer {address.api_key}", "X-Session-ID": name}
-                answer = await client.post(
-                    f"{address.base_url}/chat/completions", json={"messages": said}, headers=key
-                )
-                assert answer.is_success
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app),
+            base_url="http://gateway/v1",
+            headers={"Authorization": f"Bearer {address.api_key}"},
+        ) as client:
+            yield session, engine, client
+
+
+async def test_a_request_belongs_to_the_conversation_that_its_header_names(tmp_path: Path) -> None:
+    async with called(tmp_path, "one", "two", "three", conversations=True) as found:
+        session, engine, client = found
+        for name in ("a", "b", "a"):
+            headers, body = {"X-Session-ID": name}, {"messages": SAID}
+            answer = await client.post("/chat/completions", json=body, headers=headers)
+            assert answer.is_success
     assert [turn.conversation for turn in session.history.turns] == ["a", "b", "a"]
     session.conversation = "b"
     row = session.rollout().trajectory
@@ -274,3 +285,21 @@ def test_messages_that_come_with_each_request_are_kept_once() -> None:
     kept = [before.up_to(f"answer {turn}") for turn in range(3)]
     assert [message["content"] for message in kept[2]] == ["0", "1", "2", "yes"]
     assert len({id(message) for messages in kept for message in messages}) == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("chat/completions", {"messages": SAID}, '"type":"server_error"'),
+        ("completions", {"prompt": "x"}, '"type":"server_error"'),
+        ("responses", {"input": "x"}, '{"type":"error","sequence_number":3,"code":"engine_fault",'),
+        ("messages", {"messages": SAID, "max_tokens": 9}, '{"type":"error","error":{'),
+    ],
+)
+async def test_a_stream_whose_engine_fails_ends_with_an_error_of_its_dialect(
+    path: str, body: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    async with called(tmp_path, InfraError("it has gone")) as (_, _, client):
+        answer = await client.post(f"/{path}", json={**body, "stream": True})
+    last = answer.text.rstrip().rpartition("data: ")[2]
+    assert told in last and "it has gone" in last

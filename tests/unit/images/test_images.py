@@ -156,7 +156,5 @@ def test_a_model_of_tiles_without_their_tokens_is_refused(tmp_path: Path) -> Non
     make_model(tmp_path, "SmolVLM")
     text = (tmp_path / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(text.replace("<global-img>", "<other>"))
-    with pytest.raises(
-        UserError, match="the tokenizer has no <global-img>, which stands around tiles"
-    ):
+    with pytest.raises(UserError, match="the tokenizer has no <global-img>, which surrounds tiles"):
         ImageProcessor(tmp_path)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,21 @@ async def test_a_service_with_gpus_of_its_own_is_forked_and_sees_them(folder: Pa
         assert (await end(process), log.of("sees")) == (0, ["True"])
 
 
+@pytest.mark.parametrize("busy", ["light", "torch"])
+async def test_neither_preloader_waits_for_the_imports_of_the_other(
+    folder: Path, busy: str
+) -> None:
+    (folder / "endless.py").write_text("import time; time.sleep(600)")
+    modules = {"light": ["json", "random"], "torch": ["random"]}
+    modules[busy].append("endless")
+    kind: Any = "torch" if busy == "light" else "light"
+    with preloaded(modules) as preloaders:
+        asked = replace(service("tells", "0"), preload=kind)
+        process = await ServiceProcess.start(asked, Log(), preloaders)
+        assert is_fork(process)
+        assert await end(process) == 0
+
+
 async def test_ctrl_c_while_the_imports_run_ends_the_run_at_once(folder: Path) -> None:
     (folder / "endless.py").write_text("import time; time.sleep(600)")
     log = Log()
@@ -225,7 +241,7 @@ async def test_nothing_is_started_where_it_is_not_wanted() -> None:
         assert preloaders is None
 
 
-@pytest.mark.parametrize("modules", [LIGHT, (*LIGHT, *TORCH)])
+@pytest.mark.parametrize("modules", [LIGHT, (LIGHT[0], *TORCH)])
 def test_what_is_preloaded_starts_no_thread_and_no_cuda(modules: tuple[str, ...]) -> None:
     asks_cuda = (
         "import torch\n"

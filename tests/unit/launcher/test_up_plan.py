@@ -1,4 +1,4 @@
-"""Who is started, where it listens, and how the others learn of it."""
+"""The services that start, their addresses, and how the others find them."""
 
 from __future__ import annotations
 
@@ -50,6 +50,13 @@ def plan(tmp_path: Path, *overrides: str, **fixed: int) -> tuple[LaunchPlan, dic
 def test_a_mesh_has_as_many_rollout_workers_as_it_says(tmp_path: Path) -> None:
     _, services = plan(tmp_path, "rollout.workers=2")
     assert list(services) == ["queue", "reward", "trainer", "rollout-0", "rollout-1", "feeder"]
+
+
+def test_a_recipe_with_a_tinker_section_is_that_server_alone(tmp_path: Path) -> None:
+    _, services = plan(tmp_path, "tinker={http_port: 8900}", "actor.use_kl_loss=true")
+    assert [(name, each.leads, each.preload) for name, each in services.items()] == [
+        ("tinker", False, "torch")
+    ]
 
 
 def test_every_service_can_be_forked_and_those_with_torch_come_from_the_preloader_that_has_it(

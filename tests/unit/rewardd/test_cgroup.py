@@ -95,7 +95,7 @@ def test_the_limits_of_a_sandbox_are_those_of_its_processes_together() -> None:
 
 def test_a_sandbox_is_limited_before_it_starts(tmp_path: Path) -> None:
     (tmp_path / "cgroup.subtree_control").write_text("")
-    made = Path(f"{limits.PREFIX}{os.getpid()}-{limits._started(os.getpid())}")
+    made = Path(f"{limits.PREFIX}{os.getpid()}-{limits.started(os.getpid())}")
     files = ("pids.max", "memory.max", "memory.oom.group", "memory.swap.max", "cgroup.procs")
     (tmp_path / made / "0").mkdir(parents=True)
     (tmp_path / made / "cgroup.subtree_control").write_text("")

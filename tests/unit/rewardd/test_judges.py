@@ -119,7 +119,7 @@ async def test_an_http_judge_gets_the_sample_and_gives_a_score(
         ((200, b"NaN"), "the http judge returned NaN"),
         ((200, "1"), "the http judge returned str '1', not a number"),
         ((200, {"acc": 1}), "without 'score' (it has 'acc')"),
-        ((200, {"fault": "no GPU"}), "the http judge says: no GPU"),
+        ((200, {"fault": "no GPU"}), "the http judge answered: no GPU"),
         ((200, b"<html>"), "is not JSON"),
         ((422, {"detail": "no"}), "HTTP 422 from "),
     ],

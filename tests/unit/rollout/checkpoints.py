@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import xxhash
 
 from meshrl.contract.types import (
     GenerateRequest,
+    PromptLogprobs,
     SamplingParams,
     TensorSpec,
     Version,
@@ -122,6 +124,20 @@ def greedy(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:
 
 
 @torch.no_grad()
+def assert_told(model: Any, prompt: Sequence[int], told: PromptLogprobs | None, top: int) -> None:
+    """Compare an engine's log-probs of a prompt with those of transformers at temperature 1."""
+    found = model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+    own = found.gather(-1, torch.tensor(prompt)[1:, None])[:, 0].detach().numpy()
+    assert told is not None and told.top_ids.shape == told.top_logprobs.shape == (len(prompt), top)
+    assert np.isnan(told.logprobs[0])
+    np.testing.assert_allclose(told.logprobs[1:], own, atol=1e-4)
+    likeliest = found.topk(top).values.detach().numpy()
+    np.testing.assert_allclose(told.top_logprobs[1:], likeliest, atol=1e-4)
+    named = found.gather(-1, torch.from_numpy(told.top_ids[1:].astype(np.int64)))
+    np.testing.assert_allclose(named.detach().numpy(), likeliest, atol=1e-4)
+
+
+@torch.no_grad()
 def forced_logprobs(
     model: Any,
     prompt: Sequence[int],
@@ -130,12 +146,32 @@ def forced_logprobs(
     temperature: float = 1.0,
     top_k: int = -1,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] = MappingProxyType({}),
 ) -> np.ndarray:
-    """float32[R]: a teacher-forced pass through transformers' own warpers."""
-    from transformers import TopKLogitsWarper, TopPLogitsWarper
+    """float32[R]: a teacher-forced pass through transformers' own processors; temperature 0 is not divided by."""
+    from transformers import (
+        MinPLogitsWarper,
+        RepetitionPenaltyLogitsProcessor,
+        SequenceBiasLogitsProcessor,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
 
     ids = torch.tensor([[*prompt, *response]])
-    logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    if logit_bias:
+        biases = [[[token], float(bias)] for token, bias in logit_bias.items()]
+        logits = SequenceBiasLogitsProcessor(biases)(ids.expand(len(logits), -1), logits)
+    if repetition_penalty != 1:
+        penalty = RepetitionPenaltyLogitsProcessor(repetition_penalty)
+        logits = torch.cat(
+            [penalty(ids[:, : len(prompt) + place], row[None]) for place, row in enumerate(logits)]
+        )
+    logits = logits / (temperature or 1.0)
+    if min_p:
+        logits = MinPLogitsWarper(min_p)(ids, logits)
     if top_k > 0:
         logits = TopKLogitsWarper(top_k)(ids, logits)
     if top_p < 1:

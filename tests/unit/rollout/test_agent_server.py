@@ -158,7 +158,7 @@ def test_options_of_the_program_verifiers_are_checked_before_it_starts() -> None
     config = verifiers.Config(python="none/python", env={"taskset": {"id": "x"}})
     (fault,) = config.faults(ThisMachine(), Path("model"))
     assert fault == ("python", "no program 'none/python' here: make venv-verifiers makes one")
-    with pytest.raises(ConfigError, match="session: command is not for the program verifiers"):
+    with pytest.raises(ConfigError, match=r"rollout.program_options.session.*command"):
         verifiers.check(verifiers.Config(env={"taskset": {}}, session={"command": ["x"]}))
     with pytest.raises(ConfigError, match=r"session.*'brunch'|brunch"):
         verifiers.check(verifiers.Config(env={"taskset": {}}, session={"brunch": "last"}))

@@ -37,8 +37,13 @@ def after(full_request: GenerateRequest, tokens: Sequence[int]) -> GenerateReque
 
 @pytest.mark.parametrize(
     "how",
-    [{"temperature": 0.0}, {"seed": 4}, {"seed": 5, "temperature": 0.7, "top_k": 20, "top_p": 0.9}],
-    ids=["greedy", "sampled", "cut"],
+    [
+        {"temperature": 0.0},
+        {"seed": 4},
+        {"seed": 5, "temperature": 0.7, "top_k": 20, "top_p": 0.9},
+        {"seed": 6, "repetition_penalty": 1.6, "logit_bias": {9: 3.0}, "min_p": 0.05},
+    ],
+    ids=["greedy", "sampled", "cut", "changed logits"],
 )
 async def test_draws_do_not_depend_on_where_a_continuation_began(
     qwen3: Checkpoint, make_engine: EngineMaker, how: dict[str, Any]

@@ -40,6 +40,11 @@ SAMPLINGS: dict[str, list[dict[str, Any]]] = {
     "greedy": [{"temperature": 0.0}],
     "sampled": [{"temperature": 1.0}, {"temperature": 0.7}],
     "of every kind": [{"temperature": 0.0}, {"temperature": 1.2}, {"temperature": 1.0, "top_k": 7}],
+    "with changed logits": [
+        {"temperature": 0.0, "repetition_penalty": 1.4},
+        {"temperature": 0.9},
+        {"logit_bias": {7: 4.0}, "min_p": 0.1},
+    ],
 }
 
 
@@ -232,7 +237,7 @@ def test_steps_that_graphs_cannot_record_run_as_they_are(
 def test_a_recording_that_failed_leaves_torch_s_allocator_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Torch 2.11 goes on recording to the pool of a capture that it cannot end, and takes that pool no more."""
+    """Torch 2.11 continues recording to the pool of a capture that it cannot end, and takes that pool no more."""
     recording: list[int] = []
     pools = itertools.count(1)
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.engines.torch.linear_attention import CHUNK
+from meshrl.rollout.server_engine.checkpoint import check_version, read_checkpoint
 from meshrl.rollout.streams import closing, response_of, sample
+from meshrl.testing import vision
+from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.model.packing import pack as packed
-from meshrl.trainer.model.policy import Policy, load_hf
+from meshrl.trainer.model.policy import Policy, build_policy, load_hf, open_hf
+from meshrl.trainer.model.snapshot import take_snapshot
+from meshrl.trainer.ranks.world import World
+from tests.doubles import vision_rows
 
 from .checkpoints import (
     Checkpoint,
@@ -73,6 +81,59 @@ async def test_logprobs_are_the_trainers_also_of_siblings_and_of_rows_that_wait(
     assert np.quantile(apart, 0.99) < 1e-5 and apart.max() < 1e-4
     alone = await sample(engine, requests[4])
     assert alone.tokens.tolist() == answers[4].tokens.tolist()
+
+
+def as_downloaded(directory: Path) -> None:
+    """Experts in two tensors a layer, and a layer that predicts a further token, as checkpoints of the hub have."""
+    file = directory / "model.safetensors"
+    held: dict[str, torch.Tensor] = {
+        "mtp.fc.weight": torch.ones(2, 4),
+        "mtp.norm.weight": torch.ones(4),
+    }
+    experts: dict[str, dict[str, list[torch.Tensor]]] = {}
+    for name, tensor in sorted(load_file(file).items()):
+        if found := re.fullmatch(r"(.*mlp\.experts)\.\d+\.(\w+)_proj\.weight", name):
+            experts.setdefault(found[1], {}).setdefault(found[2], []).append(tensor)
+        else:
+            held[name] = tensor
+    for name, parts in experts.items():
+        stacked = {part: torch.stack(tensors) for part, tensors in parts.items()}
+        held[f"{name}.gate_up_proj"] = torch.cat([stacked["gate"], stacked["up"]], 1)
+        held[f"{name}.down_proj"] = stacked["down"]
+    save_file(held, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen tower", "trained tower"])
+@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])
+async def test_the_text_part_of_a_checkpoint_as_it_is_downloaded_is_sampled_and_updated(
+    make_engine: EngineMaker, world: World, tmp_path: Path, family: str, frozen: bool
+) -> None:
+    vision.random_checkpoint(family, tmp_path)
+    as_downloaded(tmp_path)
+    config = ModelConfig(path=tmp_path, freeze_vision_tower=frozen)
+    policy = build_policy(open_hf(tmp_path), world, config)
+    engines = [
+        await make_engine(tmp_path, eos_token_ids=[], weight_staging=where)
+        for where in ("device", "host")
+    ]
+    prompt = [9, 12, 15, 10]
+    for step in (0, 1):
+        if step:
+            vision_rows.move_weights(policy, step)
+            sent = take_snapshot(
+                policy, world, run="r", version=NEXT, dtype="float32", bucket_bytes=1 << 16
+            )
+            assert sent is not None
+            check_version(sent.manifest, sent.buckets, read_checkpoint(tmp_path))
+        for engine in engines:
+            if step:
+                await engine.stage_weights(sent.manifest, sent.buckets)
+                await engine.commit_weights(NEXT, OnUpdate.DRAIN)
+            answer = await sample(engine, request("a", prompt, max_tokens=40))
+            with torch.no_grad():
+                text = np.array([*prompt, *answer.tokens], dtype=np.int32)
+                wanted, _ = policy(packed([text], [len(prompt)]), 1.0)
+            np.testing.assert_allclose(answer.logprobs, wanted.numpy(), atol=1e-4)
 
 
 @pytest.mark.parametrize("where", ["device", "host"])

@@ -111,6 +111,12 @@ async def test_an_sglang_server_that_takes_no_pixels_of_ours_is_refused_at_its_s
     assert probe.pictures[0].features().num_tokens == probe.pictures[0].num_tokens
 
 
+async def test_sglang_tells_no_log_probs_of_a_prompt_with_pictures() -> None:
+    wanted = Mock(prompt_top=0, pictures=("one",))
+    with pytest.raises(UserError, match="SGLang tells none of a prompt with pictures"):
+        await anext(SglangClient._chunks(Mock(), wanted, {}))
+
+
 def asked() -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
@@ -188,3 +194,5 @@ def test_a_vllm_server_is_started_for_pictures_and_for_fewer_bits(
     server = VllmServer(Config(quantization=served.quantization))
     arguments = set(server.arguments(checkpoint, max_length=9, slots=1, port="1"))
     assert wanted <= arguments and not absent & arguments
+    sglang = SglangServer(SglangConfig()).arguments(checkpoint, max_length=9, slots=1, port="1")
+    assert "--served-model-name" in sglang  # else a path with a colon is no name

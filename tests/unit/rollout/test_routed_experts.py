@@ -20,6 +20,7 @@ from meshrl.rollout.streams import ExpertRecorder, sample
 
 from .checkpoints import FIRST, Checkpoint, make_model, prompts, request
 from .conftest import EngineMaker
+from .test_torch_engine import EXPERTS, HYBRID, SHARED
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3}),
@@ -35,6 +36,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen3 next": ("Qwen3Next", EXPERTS | SHARED | HYBRID | {"mlp_only_layers": [1]}),
+    "qwen3.5 moe": ("Qwen3_5MoeText", EXPERTS | SHARED | HYBRID),
 }
 
 
@@ -158,7 +161,7 @@ async def test_a_row_that_goes_on_after_another_worker_has_all_its_experts() -> 
 
 async def test_an_engine_that_tells_no_experts_is_a_fault() -> None:
     recorder = ExpertRecorder(Told(silent=True))
-    with pytest.raises(InfraError, match="the engine tells the experts of 0 of 4 tokens"):
+    with pytest.raises(InfraError, match="the engine returned the experts of 0 of 4 tokens"):
         await sample(recorder, asking(np.array([1, 2, 3], np.int32)))
 
 

@@ -15,7 +15,7 @@ from meshrl.rollout.agents.agent import AgentError, Led
 from meshrl.rollout.agents.requests import ContextLengthError, SessionRequest
 from meshrl.rollout.agents.session import Address, AgentSession
 from meshrl.rollout.ports import Rollout
-from meshrl.rollout.programs.openai import Config, OpenAIProgram
+from meshrl.rollout.programs.openai import OpenAIProgram, SessionConfig
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer
 
 from ...chat_model import Scripted, chat_tokenizer
@@ -65,7 +65,7 @@ class Desk:
 
 async def played(tokenizer: HuggingFaceTokenizer, desk: Desk) -> tuple[Rollout, Scripted]:
     engine = Scripted(tokenizer, *"abcd")
-    program = OpenAIProgram(Config(command=["true"]), desk, desk)
+    program = OpenAIProgram(SessionConfig(), desk, desk, scores_all=True)
     task = Task(
         run="run",
         task_id="t",

@@ -415,10 +415,23 @@ async def test_the_sampling_is_the_tasks_unless_the_client_may_choose(
     engine, session = begin(
         "x", rules=SessionRules(client_sampling=client), temperature=0.7, top_p=0.9, stop=("!",)
     )
-    await say(session, user("x"), temperature=0.1, top_p=0.5, stop=("?", "!"), max_tokens=7)
+    chosen = {"temperature": 0.1, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 1.1}
+    await say(session, user("x"), sampling=chosen, stop=("?", "!"), max_tokens=7)
     sampling = engine.requests[0].sampling
     assert (sampling.temperature, sampling.top_p) == wanted
+    assert (sampling.min_p, sampling.repetition_penalty) == ((0.2, 1.1) if client else (0.0, 1.0))
     assert (sampling.stop, sampling.max_tokens) == (("!", "?"), 7)
+
+
+async def test_a_bias_is_refused_unless_the_client_may_choose(begin: Begin) -> None:
+    biased = {"sampling": {"logit_bias": {5: 1.0}}}
+    _, session = begin("x")
+    with pytest.raises(UserError, match="logit_bias must be empty") as caught:
+        await say(session, user("x"), **biased)
+    assert caught.value.details["param"] == "logit_bias"
+    engine, session = begin("x", rules=SessionRules(client_sampling=True))
+    await say(session, user("x"), **biased)
+    assert engine.requests[0].sampling.logit_bias == {5: 1.0}
 
 
 async def test_a_request_whose_client_disconnects_adds_nothing_to_the_row(begin: Begin) -> None:

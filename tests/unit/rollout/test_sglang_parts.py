@@ -25,8 +25,6 @@ from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import GenerateRequest, SamplingParams
 from meshrl.rollout.engines.sglang import PLUGIN_DIR, Config
 from meshrl.rollout.engines.vllm import Config as VllmConfig
-from meshrl.rollout.native_updates.sglang import plan_buckets, update_body
-from meshrl.rollout.server_engine.checkpoint import read_tensor_ranges
 from meshrl.rollout.server_engine.request import ServerRequest
 from meshrl.rollout.server_engine.sglang_messages import (
     EventReader,
@@ -95,28 +93,6 @@ def test_the_loader_hands_every_tensor_of_a_staged_version_to_the_model_and_forg
         plugin.load(model, [(str(tmp_path / "none"), torch.Tensor())])
 
 
-def test_tensors_of_a_bucket_begin_where_their_dtype_can(tmp_path: Path) -> None:
-    tensors = {
-        "a": torch.ones(3, dtype=torch.bfloat16),  # 6 bytes: what follows would begin at 6
-        "b": torch.ones(5),
-        "c": torch.ones(1, dtype=torch.float16),
-        "d": torch.ones(7),
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
-    ranges = read_tensor_ranges(tmp_path / "model.safetensors")
-    assert {each.name for each in ranges} == tensors.keys()
-    (whole,) = plan_buckets(ranges, 1 << 20)
-    offset = 0
-    for each in whole.tensors:
-        assert offset % tensors[each.name].element_size() == 0
-        offset += each.end - each.start
-    assert offset == whole.nbytes == 6 + 20 + 2 + 28
-    small = plan_buckets(ranges, 8)
-    assert sorted(each.name for bucket in small for each in bucket.tensors) == sorted(tensors)
-    assert all(bucket.nbytes <= 8 or len(bucket.tensors) == 1 for bucket in small)
-    assert update_body(whole, group="g", label=None)["flush_cache"] is False
-
-
 @pytest.mark.parametrize(
     ("stops", "ignored"), [((2,), False), ((2, 9), False), ((), True), ((9,), True)], ids=str
 )
@@ -137,7 +113,9 @@ def test_a_request_with_top_k_or_top_p_asks_for_the_sampling_mask() -> None:
     assert (cut["return_sampling_mask"], cut["sampling_params"]["top_k"]) == (True, 20)
     greedy = request_body("r", sampling_request(top_k=20, temperature=0.0), "1.0", FACTS)
     assert greedy["return_sampling_mask"] is False
-    with pytest.raises(UserError, match=r"top_p 0\.9 with top_k -1: .* up to 4096 tokens"):
+    with pytest.raises(
+        UserError, match=r"top_p 0\.9 with top_k -1 and min_p 0\.0: .* up to 4096 tokens"
+    ):
         request_body("r", sampling_request(top_p=0.9), "1.0", FACTS)
 
 

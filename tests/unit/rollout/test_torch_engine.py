@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from meshrl.rollout.streams import sample
 from .checkpoints import (
     VOCAB,
     Checkpoint,
+    assert_told,
     forced_logprobs,
     greedy,
     make_model,
@@ -94,7 +96,14 @@ async def test_greedy_tokens_equal_those_of_transformers(
             for i, prompt in enumerate(generate_requests)
         )
     )
+    wish = replace(request("told", generate_requests[-1] * 9, temperature=0.5), prompt_top=3)
+    again = replace(
+        wish, prompt_ids=np.append(wish.prompt_ids, [5, 6]).astype(np.int32), continued=2
+    )
+    for told in await asyncio.gather(sample(engine, wish), sample(engine, again)):
+        assert_told(model, wish.prompt_ids.tolist(), told.prompt, 3)
     for prompt, answer in zip(generate_requests, answers, strict=True):
+        assert answer.prompt is None
         assert answer.tokens.tolist() == greedy(model, prompt, 24)
         want = forced_logprobs(model, prompt, answer.tokens.tolist())
         np.testing.assert_allclose(answer.logprobs, want, atol=1e-4)
@@ -118,6 +127,12 @@ async def test_a_sharded_checkpoint_is_read_completely(
         {"temperature": 1.3, "top_k": 7},
         {"temperature": 0.9, "top_p": 0.7},
         {"temperature": 1.1, "top_k": 20, "top_p": 0.8},
+        {"temperature": 1.2, "min_p": 0.3},
+        {"temperature": 1.2, "min_p": 0.1, "top_k": 30, "top_p": 0.8},
+        {"temperature": 0.7, "repetition_penalty": 1.5},
+        {"temperature": 0.0, "repetition_penalty": 0.8},
+        {"temperature": 0.0, "logit_bias": {5: 3.5, 9: -100.0}},
+        {"repetition_penalty": 1.3, "logit_bias": {5: 3.5, 9: -2.0}, "min_p": 0.05},
     ],
     ids=str,
 )
@@ -134,7 +149,7 @@ async def test_logprobs_are_those_of_the_distribution_that_was_sampled(
     )
     for prompt, answer in zip(generate_requests, answers, strict=True):
         want = forced_logprobs(qwen3.model, prompt, answer.tokens.tolist(), **sampling)
-        np.testing.assert_allclose(answer.logprobs, want, atol=1e-4)
+        np.testing.assert_allclose(answer.logprobs, want, atol=1e-5)
 
 
 async def test_other_running_requests_do_not_change_a_draw(
@@ -145,6 +160,10 @@ async def test_other_running_requests_do_not_change_a_draw(
     others = [
         request(f"other {i}", prompt, max_tokens=5 + 7 * i, temperature=i % 2 and 0.7, top_k=5)
         for i, prompt in enumerate(prompts(8))
+    ]
+    others[2:2] = [
+        request(f"changed {i}", [4, i], max_tokens=9 * i, repetition_penalty=1.0 + i / 4, min_p=0.1)
+        for i in range(1, 4)
     ]
     crowd = await asyncio.gather(
         *(
@@ -247,6 +266,10 @@ async def test_a_request_as_long_as_the_model_allows_is_cut_there(
         ([5], {"top_k": 0}, "top_k is 0"),
         ([5], {"top_p": 1.5}, "top_p is 1.5"),
         ([5], {"temperature": -1.0}, "temperature is -1.0"),
+        ([5], {"min_p": 1.5}, "min_p is 1.5"),
+        ([5], {"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ([5], {"logit_bias": {3: 200.0}}, "logit_bias of token 3 is 200.0"),
+        ([5], {"logit_bias": {61: 1.0}}, "logit_bias names token 61, the model knows 0 to 60"),
         ([5], {"max_tokens": 0}, "max_tokens is 0"),
         ([5], {"stop": ("x",)}, "stop strings need a tokenizer"),
     ],

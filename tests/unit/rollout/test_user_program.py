@@ -13,6 +13,7 @@ import pytest
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.rows import column_posted
 from meshrl.contract.types import POSTED_REWARD, Outcome, PostedReward, Uid
+from meshrl.rollout.agents.agent import posted
 from meshrl.rollout.ports import Rollout
 from meshrl.rollout.programs import ProgramCache
 from tests.doubles.scripted import END, Scripted, task
@@ -83,6 +84,8 @@ async def test_a_reward_that_the_recipe_does_not_announce_is_refused() -> None:
         await run("score", ["half"])
     with pytest.raises(UserError, match="a reward's score is 'x', want a finite number"):
         await run("return_text", ["x"], posts_reward=True)
+    with pytest.raises(UserError, match=r"a reward's score is 10+, want a finite number"):
+        posted(10**400)
 
 
 async def test_a_cut_turn_may_be_continued() -> None:
@@ -184,7 +187,7 @@ async def test_a_response_that_the_engine_aborted_is_not_trained() -> None:
 
 HELD = """
 import asyncio, logging, time
-from meshrl.rollout.user_functions import LoopWatchdog
+from meshrl.rollout.loop_watchdog import LoopWatchdog
 logging.basicConfig(format="%(message)s")
 
 async def step():
@@ -210,7 +213,7 @@ def test_a_loop_that_is_held_ends_its_process_with_the_place() -> None:
 
 BUSY = """
 import asyncio, time
-from meshrl.rollout.user_functions import LoopWatchdog
+from meshrl.rollout.loop_watchdog import LoopWatchdog
 
 async def main():
     with LoopWatchdog(2.0):

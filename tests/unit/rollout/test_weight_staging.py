@@ -21,7 +21,7 @@ from meshrl.rollout.engines.torch.architecture import read_architecture
 from meshrl.rollout.engines.torch.staging import HEADROOM, choose, free_of, needed_bytes, stage
 from meshrl.rollout.engines.torch.weights import Weights
 from meshrl.rollout.streams import sample
-from meshrl.testing.devices.stub import GPU, opened
+from tests.doubles.device import GPU, opened
 
 from .checkpoints import Checkpoint, greedy, make_model, pack, request
 from .conftest import EngineMaker

@@ -23,6 +23,7 @@ from meshrl.rpc.servicers import (
     RewardServicer,
     RolloutServicer,
     TrainerServicer,
+    TrainingServicer,
 )
 from meshrl.v1 import rollout_pb2
 from meshrl.weights.carriers.delta import PatchServicer
@@ -35,6 +36,7 @@ SERVICERS = (
     RewardServicer,
     RewardRegistryServicer,
     TrainerServicer,
+    TrainingServicer,
     WeightsServicer,
     PatchServicer,
 )

@@ -45,21 +45,23 @@ MINE = StageSpec(name="mine", reads=("tokens",), writes=("mine",))
 STAGES = (ROLLOUT_STAGE, REWARD_STAGE, REFERENCE_STAGE, MINE)
 HIGH = 1_000_000
 
-LOOKS, WORKS, FEEDS, TRAINS, OPERATES, SUBMITS = (
+LOOKS, WORKS, FEEDS, TRAINS, OPERATES, SUBMITS, TUNES = (
     "looks",
     "works",
     "feeds",
     "trains",
     "operates",
     "submits",
+    "tunes",
 )
 MAY: Final = {
-    LOOKS: set(MeshRole) - {MeshRole.AGENT},
+    LOOKS: set(MeshRole) - {MeshRole.AGENT, MeshRole.TUNER},
     WORKS: WORKERS | {OPERATOR},
     FEEDS: {FEEDER, TRAINER, OPERATOR},
     TRAINS: {TRAINER, OPERATOR},
     OPERATES: {OPERATOR},
     SUBMITS: {MeshRole.SUBMITTER, OPERATOR},
+    TUNES: {MeshRole.TUNER, OPERATOR},
 }
 """At most, by what a method is for."""
 KINDS: Final = {
@@ -79,6 +81,7 @@ KINDS: Final = {
         OPERATES: "RollBackReward RetireReward",
     },
     "Trainer": {LOOKS: "GetStatus Watch"},
+    "Training": {TUNES: "Submit Result"},
     "Weights": {LOOKS: "Fleet", WORKS: "Join", OPERATES: "Drain"},
     "WeightPatches": {WORKS: "Fetch"},
 }

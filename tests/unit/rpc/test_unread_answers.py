@@ -309,7 +309,7 @@ async def test_a_streamed_request_that_stops_halfway_ends_and_holds_nothing() ->
     await asyncio.sleep(1)
     with pytest.raises(BusyError):
         await call(bytes(700), cast("Context", Call()))
-    with pytest.raises(UnavailableError, match="700 bytes came, and no end"):
+    with pytest.raises(UnavailableError, match="sent 700 bytes and did not end"):
         await stopped
     assert asyncio.get_running_loop().time() - began < 61
     await call(no_more(), cast("Context", Call()))

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -188,6 +190,21 @@ def hash_checkpoints(model: str, root: str) -> None:
         found = checkpoint.newest(Path(root), world)
         assert found is not None
         print(f"{saving} {loading} {found[1].step}\n", end="", flush=True)
+
+
+def read_by_dcp_alone(model: str, folder: str, expected: str) -> None:
+    """Fill shards of a model by torch's DCP as it is, and compare them with the whole."""
+    with joined() as world:
+        policy, _ = rank_work.fresh(Path(model), world)
+        fill(policy, 0)
+        state = {"model": get_model_state_dict(policy)}
+        state_dict_loader.load(state, checkpoint_id=folder)
+        set_model_state_dict(policy, state["model"])
+        wanted = torch.load(expected, weights_only=True)
+        found = rank_work.weights(policy)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        print("the same\n", end="", flush=True)
 
 
 def noted(file: Path, _: None) -> None:

@@ -14,14 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    FileSystemWriter,
+    state_dict_loader,
+    state_dict_saver,
+)
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import CapacityError, CorruptError, FencedError, InfraError
 from meshrl.contract.types import Version
 from meshrl.trainer.checkpoint import checkpoint
-from meshrl.trainer.checkpoint.checkpoint import Keep
-from meshrl.trainer.checkpoint.dcp import INDEX, SafeReader
+from meshrl.trainer.checkpoint.dcp import INDEX, SafeReader, write_tensors
 from meshrl.trainer.checkpoint.export import export_checkpoint, export_policy
+from meshrl.trainer.checkpoint.kept import Keep
 from meshrl.trainer.model.snapshot import layout
 from meshrl.trainer.ranks.world import World
 
@@ -99,7 +106,7 @@ def test_leftovers_of_a_killed_writer_are_ignored_and_swept(
 MOMENTS = {
     "before it begins": (checkpoint, "_sweep"),
     "as it asks": (checkpoint, "_check_owner"),
-    "before its tensors": (checkpoint.state_dict_saver, "save"),
+    "before its tensors": (checkpoint, "write_tensors"),
     "after its tensors": (checkpoint, "_hash_together"),
     "at its end": (checkpoint, "sync"),
 }
@@ -229,6 +236,68 @@ def test_what_was_frozen_is_what_is_written(tmp_path: Path, tiny_path: Path, wor
     path = checkpoint.write(tmp_path, frozen, state(1), world, keep=Keep(newest=1))
     checkpoint.load(path, policy, optimizers)
     assert all(bool((p == 1).all()) for p in policy.parameters())
+
+
+def of_every_kind(policy: torch.nn.Module) -> dict[str, Any]:
+    """A state with shards of a world of one, tensors of other types and forms, and what is no tensor."""
+    draw = torch.Generator().manual_seed(0)
+    table = torch.randn(600, 700, generator=draw)
+    tensors = {
+        "large": table,
+        "rows of large": table[100:],
+        "turned": table[:6, :5].T,
+        "part": table[:, 3],
+        "scalar": torch.tensor(-1.5),
+        "empty": torch.empty(0, 4),
+        "steps": torch.tensor([1 << 40, -2]),
+        "mask": torch.tensor([[True, False]]),
+        **{
+            name: table[:3, :2].to(getattr(torch, name))
+            for name in ("bfloat16", "float16", "float64")
+        },
+    }
+    groups = [{"lr": 1e-4, "betas": (0.9, 0.95), "params": ["a", "b"], "fused": None}]
+    return {"model": policy.state_dict(), "tensors": tensors, "optimizer": {"param_groups": groups}}
+
+
+def test_one_rank_writes_what_dcp_writes_and_dcp_reads(
+    tmp_path: Path, tiny_path: Path, world: World
+) -> None:
+    state = of_every_kind(fresh(tiny_path, world)[0])
+    write_tensors(tmp_path / "own", state, world)
+    state_dict_saver.save(state, storage_writer=FileSystemWriter(tmp_path / "torch"))
+    own, theirs = (FileSystemReader(tmp_path / name).read_metadata() for name in ("own", "torch"))
+    assert own.state_dict_metadata == theirs.state_dict_metadata
+    assert own.planner_data == theirs.planner_data
+    assert own.storage_data.keys() == theirs.storage_data.keys()
+    sizes = [(tmp_path / name / "__0_0.distcp").stat().st_size for name in ("own", "torch")]
+    assert sizes[0] <= sizes[1]
+
+    blank = {name: torch.zeros_like(tensor) for name, tensor in state["tensors"].items()}
+    found = {"tensors": blank, "optimizer": {"param_groups": [{"lr": 0.0, "betas": (0.0, 0.0)}]}}
+    state_dict_loader.load(found, checkpoint_id=tmp_path / "own")
+    torch.testing.assert_close(found["tensors"], state["tensors"], rtol=0, atol=0)
+    assert found["optimizer"]["param_groups"] == [{"lr": 1e-4, "betas": (0.9, 0.95)}]
+
+    whole = []
+    for name in ("own", "torch"):
+        dcp_to_torch_save(tmp_path / name, tmp_path / f"{name}.pt")
+        whole.append(torch.load(tmp_path / f"{name}.pt", weights_only=True))
+    assert whole[0].pop("optimizer") == whole[1].pop("optimizer")
+    torch.testing.assert_close(whole[0], whole[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_dcp_alone_reads_what_one_rank_wrote_on_any_number(
+    tmp_path: Path, tiny_path: Path, world: World, ranks: Ranks, count: int
+) -> None:
+    parts = fresh(tiny_path, world)
+    nudge(*parts, 1)
+    path = checkpoint.save(tmp_path, *parts, state(1), world, keep=1)
+    torch.save(weights(parts[0]), tmp_path / "weights.pt")
+    arguments = [tiny_path, path / "tensors", tmp_path / "weights.pt"]
+    ranks.run("read_by_dcp_alone", *arguments, output=tmp_path / "output", ranks=count)
+    assert (tmp_path / "output").read_text().splitlines() == ["the same"] * count
 
 
 def test_the_newest_stay_and_every_nth() -> None:

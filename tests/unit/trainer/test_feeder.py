@@ -49,7 +49,7 @@ def feeder(
 
 
 async def eat(queue: TransferQueue, count: int) -> list[str]:
-    """Fail rows for good, so that admission goes on without a trainer; their task ids in order."""
+    """Dead-letter rows, so that admission continues without a trainer; their task ids in order."""
     from meshrl.contract.types import Outcome, Version
 
     eaten: list[str] = []
@@ -143,7 +143,7 @@ async def test_other_data_that_were_accepted_are_fed_from_their_beginning_with_n
     names += await eat(queue, 10)
     again.stop()
     await asyncio.wait_for(feeding, 120)
-    assert len(names) == len(set(names)), "a start without a change goes on where it was"
+    assert len(names) == len(set(names)), "a start without a change continues where it was"
     await queue.close()
 
 

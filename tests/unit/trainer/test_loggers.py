@@ -1,4 +1,4 @@
-"""Each logger gets metrics, settings, samples and histograms, goes on after a restart, and breaks nothing."""
+"""Each logger gets metrics, settings, samples and histograms, continues after a restart, and breaks nothing."""
 
 from __future__ import annotations
 

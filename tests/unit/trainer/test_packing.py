@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -100,15 +101,22 @@ def test_what_rows_begin_with_alike_is_laid_once() -> None:
     assert torch.equal(made.position_ids[0, made.positions], apart.position_ids[0, apart.positions])
 
 
-def test_a_folded_layout_unfolds_to_the_rows_and_back() -> None:
+def test_each_token_of_a_pack_is_a_query_once_and_a_key_of_each_row_that_has_it() -> None:
     rows, prompts = siblings()
     made = pack(rows, prompts)
     layout, tokens = made.layout, made.input_ids[0]
-    assert layout.unfolded is not None and layout.folded is not None
-    assert tokens[layout.unfolded].tolist() == np.concatenate(rows).tolist()
-    assert layout.cu_seqlens.tolist() == np.cumsum([0, *map(len, rows)]).tolist()
-    assert torch.equal(tokens[layout.unfolded][layout.folded], tokens)
-    cells = torch.cat([b.gather.reshape(-1)[b.cells] for b in layout.buckets])
+    assert layout.keys is not None
+    queries, keys = layout.rows.cu_queries.tolist(), layout.rows.cu_keys.tolist()
+    assert (queries[-1], keys[-1]) == (len(tokens), len(layout.keys))
+    assert tokens[layout.places].tolist() == np.concatenate(rows).tolist()
+    found = []
+    for number, (begin, end) in enumerate(itertools.pairwise(keys)):
+        own = slice(queries[number], queries[number + 1])
+        of_row = tokens[layout.keys[begin:end]]
+        assert torch.equal(of_row[own.start - own.stop :], tokens[own])
+        found.append(of_row.tolist())
+    assert sorted(found) == sorted({tuple(row.tolist()): row.tolist() for row in rows}.values())
+    cells = torch.cat([b.gather[:, b.start :].reshape(-1)[b.cells] for b in layout.buckets])
     assert cells[layout.order].tolist() == list(range(len(tokens)))
 
 
@@ -220,7 +228,10 @@ def test_the_next_pack_is_laid_out_while_the_device_computes_this_one(
     assert events == [*ahead, "forward", "backward 2"]
 
 
-def test_packs_lay_as_many_tokens_as_the_budget_says_and_hold_rows_of_twice_as_many() -> None:
+@pytest.mark.parametrize("most", [2, 5])
+def test_packs_lay_as_many_tokens_as_the_budget_says_and_bound_those_of_their_rows(
+    most: int,
+) -> None:
     draws = np.random.default_rng(1)
     rows, groups, prompts = [], [], []
     for number, length in enumerate((5, 40, 90, 200)):
@@ -235,12 +246,12 @@ def test_packs_lay_as_many_tokens_as_the_budget_says_and_hold_rows_of_twice_as_m
         for row, group, prompt in zip(rows, groups, prompts, strict=True)
     ]
     for budget in (256, 512, 1024):
-        packs = cut(sizes, budget)
+        packs = cut(sizes, budget, most)
         for chosen in packs:
             made = pack([rows[row] for row in chosen], [prompts[row] for row in chosen])
             tokens = sum(len(rows[row]) for row in chosen)
             assert made.input_ids.shape[1] <= budget or len(chosen) == 1
-            assert tokens <= 2 * budget or len(chosen) == 1
+            assert tokens <= most * budget or len(chosen) == 1
         assert sorted(row for chosen in packs for row in chosen) == list(range(len(rows)))
         assert len(packs) < len(cut(alone([len(row) for row in rows]), budget))
 
@@ -274,6 +285,24 @@ def test_a_batch_whose_prompts_are_shared_needs_fewer_micro_batches_on_any_numbe
             ]
         assert micros[True] < micros[False]
         assert max(laid[True]) <= 1.25 * sum(laid[True]) / ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_answers_to_a_long_prompt_stay_on_a_rank(ranks: int) -> None:
+    lengths = np.random.default_rng(0).exponential(100, 128).astype(int) + 801
+    rows = [
+        manifest_row(Uid("r", f"t{n // 8}", n % 8), 8, length, prompt=800)
+        for n, length in enumerate(lengths.tolist())
+    ]
+    made = schedule(batch_of(rows), ranks=ranks, max_tokens=1600, mini_batch_groups=None)
+    (mini,) = made.mini_batches
+    laid = [
+        sum(made.rows[row].num_tokens - 800 for micro in rank for row in micro)
+        + sum(800 * len({made.rows[row].group for row in micro}) for micro in rank)
+        for rank in mini.ranks
+    ]
+    assert sum(laid) <= 1.5 * (int(lengths.sum()) - 800 * (128 - 16))
+    assert max(laid) <= 1.1 * sum(laid) / ranks
 
 
 def test_a_pair_lays_what_both_begin_with_once() -> None:

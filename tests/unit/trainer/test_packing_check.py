@@ -43,7 +43,7 @@ def verdict(name: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
     ("name", "shape", "says"),
     [
         ("MiniMax", {**NEMOTRON, "num_local_experts": 2}, "rows of a pack would see each other: a state goes"),
-        ("Mamba", {**SHAPE, "state_size": 4}, "MambaMixer is told nothing of how rows lie: packed training"),
+        ("Mamba", {**SHAPE, "state_size": 4}, "MambaMixer gets no row boundaries: packed training"),
         ("Bart", {"d_model": 32}, "it may count positions over the whole pack"),
         ("Pegasus", {"d_model": 32}, "it may count positions over the whole pack"),
         ("Phimoe", SHAPE, "it draws random numbers while it trains"),
@@ -85,7 +85,7 @@ def test_a_classifier_that_computes_something_else_in_a_pack_is_refused_in_a_lin
         factory.from_config(config).save_pretrained(tmp_path / name)
     for trained in ("Nemotron", "Qwen3_5Text"):
         load_classifier(tmp_path / trained, 0)
-    with pytest.raises(UserError, match="JambaMambaMixer is told nothing of how rows lie"):
+    with pytest.raises(UserError, match="JambaMambaMixer gets no row boundaries"):
         load_classifier(tmp_path / "Jamba", 0)
 
 

@@ -23,7 +23,10 @@ from meshrl.trainer.data.files import FileRow, file_rows, row_lacks
 from meshrl.trainer.data.prompts import Prompt, load_prompts, task_maker
 from meshrl.trainer.data.readers import parquet as parquet_reader
 
+from ...pairs import fits, pairs
 from ...pictures import PLACEHOLDER, make_model, picture
+
+WRONG_ROWS = pairs(Path(__file__).with_name("wrong_rows.txt"))
 
 
 class Characters:
@@ -130,94 +133,14 @@ def user(content: object, **more: object) -> list[object]:
     return [{"role": "user", "content": content, **more}]
 
 
-MISTAKES = {
-    "no prompt": (
-        {"question": "?"},
-        "no 'prompt' (data.prompt_key); the row has question: set data.prompt_key=question",
-    ),
-    "empty": (options(prompt=""), "the prompt is empty"),
-    "no messages": (options(prompt=[]), "'prompt' is empty, want text or a list"),
-    "number": (options(prompt=3), "'prompt' is int, want text or a list of messages"),
-    "message": (options(prompt=[{"role": "user"}]), "want an object with role and content"),
-    "null": (options(prompt=user(None)), "'prompt.content' is null, want text"),
-    "number in a message": (options(prompt=user(4)), "'prompt.content' is 4, want text"),
-    "half a character": (
-        options(prompt="2 \ud83d?"),
-        "'prompt' has '\\ud83d' at character 2, half of a character, want text",
-    ),
-    "half a character in a message": (
-        options(prompt=user("\ud83d")),
-        "'prompt.content' has '\\ud83d' at character 0, half of a character, want text",
-    ),
-    "half a character in a role": (
-        options(prompt=[{"role": "\udc00", "content": "x"}]),
-        "'prompt.role' has '\\udc00' at character 0, half of a character, want text",
-    ),
-    "image": (
-        options(prompt=user([{"type": "text", "text": "what?"}, {"type": "image", "url": "x"}])),
-        "'prompt.content' has a part of type 'image', want text",
-    ),
-    "text without a type": (
-        options(prompt=user(["what?"])),
-        "'prompt.content' holds 'what?', want text or parts of type text",
-    ),
-    "tool calls": (
-        options(prompt=user("go", tool_calls=[{"id": "1"}])),
-        "'tool_calls' of a message in 'prompt' cannot be used, only role and content; leave it out",
-    ),
-    "name": (
-        options(prompt=user("go", name="Ada")),
-        "'name' of a message in 'prompt' cannot be used",
-    ),
-    "images": (
-        options(prompt="<image>Find x.", images=["a.png"]),
-        "'images' cannot be used (model.path reads text only); leave the column out",
-    ),
-    "tools": (
-        options(tools=[{"name": "add"}]),
-        "'tools' cannot be used (name tools in rollout.program_options); leave the column out",
-    ),
-    "no answer": (
-        {"prompt": "a=1?", "anwser": "1"},
-        "no 'answer'; the row has prompt, anwser: set data.answer_key=anwser; say where"
-        " the answer is (data.answer_key), or that tasks have none"
-        " (data.answer_required: false)",
-    ),
-    "null answer": (options(answer=None), "no 'answer'; it is null or NaN; say where"),
-    "no number as an answer": (options(answer=math.nan), "no 'answer'; it is null or NaN; say"),
-    "empty answer": (options(answer=""), "no 'answer'; it is empty; say where"),
-    "blank answer": (options(answer=" \n"), "no 'answer'; it is empty; say where"),
-    "answer without items": (options(answer=[]), "no 'answer'; it is empty; say where"),
-    "null ground truth": (
-        options(reward_model={"ground_truth": None}),
-        "no 'reward_model.ground_truth'; it is null or NaN; say where",
-    ),
-    "no number as a ground truth": (
-        options(reward_model={"ground_truth": math.nan}),
-        "no 'reward_model.ground_truth'; it is null or NaN; say where",
-    ),
-    "no number as a prompt": (options(prompt=math.nan), "'prompt' is null, want text or a list"),
-    "no number in a message": (options(prompt=user(math.nan)), "'prompt.content' is null, want"),
-    "blank": (options(prompt=" \n"), "the prompt is empty"),
-    "the assistant last": (
-        options(prompt=[*user("2?"), {"role": "assistant", "content": "<think>"}]),
-        "the prompt ends with a message of the assistant, and a chat template would open another one: leave it out,"
-        " or give the prompt as the text that the policy goes on with, its template applied",
-    ),
-    "blank message": (options(prompt=user(" ")), "the prompt is empty: the user's last message"),
-    "truth": (options(reward_model={}), "want an object with ground_truth"),
-    "extra": (options(extra_info=[1]), "extra_info is list, want an object"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_malformed_row_is_named_with_file_and_line(tmp_path: Path, name: str) -> None:
-    row, message = MISTAKES[name]
-    file = jsonl(tmp_path / "a.jsonl", {"prompt": "fine", "answer": "1"}, row)
+@pytest.mark.parametrize(("row", "said"), WRONG_ROWS)
+def test_a_malformed_row_is_named_with_file_and_line(
+    tmp_path: Path, row: list[str], said: str
+) -> None:
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "fine", "answer": "1"}, *map(json.loads, row))
     with pytest.raises(UserError) as caught:
         load_prompts([file], DataConfig(), Characters())
-    assert str(caught.value).startswith(f"{file}:2: ")
-    assert message in str(caught.value)
+    assert fits(str(caught.value), f"{file}:2: {said}")
 
 
 def test_parts_of_text_are_read_as_their_text(tmp_path: Path) -> None:
@@ -234,6 +157,16 @@ def test_columns_that_parquet_fills_with_nothing_are_no_fault(tmp_path: Path) ->
     parquet.write_table(arrow.Table.from_pylist(rows), file)
     (prompt,) = load_prompts([file], DataConfig(), Characters()).prompts
     assert prompt.messages == (Message(role="tool", content="4"),)
+
+
+def test_pictures_in_the_column_that_the_recipe_names_are_not_left_out_silently(
+    tmp_path: Path,
+) -> None:
+    file = jsonl(tmp_path / "a.jsonl", options(prompt="<image>Find x.", photos=["a.png"]))
+    with pytest.raises(
+        UserError, match=r"a\.jsonl:1: 'photos' cannot be used \(prompts are text\)"
+    ):
+        load_prompts([file], DataConfig(image_key="photos"), Characters())
 
 
 def test_cells_that_pandas_has_nothing_for_are_null(tmp_path: Path) -> None:

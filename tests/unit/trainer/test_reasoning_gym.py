@@ -28,7 +28,7 @@ def config(tasks: dict[str, Any], **options: Any) -> ReasoningGymConfig:
 
 
 def made(given: ReasoningGymConfig, wanted: str = "train") -> list[Any]:
-    """Without the process around it."""
+    """The maker without the process around it."""
     return list(_make(given, wanted))
 
 

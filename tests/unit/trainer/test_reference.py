@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import NotFoundError, UserError
-from meshrl.contract.rows import rollout_write, trajectory
+from meshrl.contract.rows import parts_column, rollout_write, trajectory
 from meshrl.contract.stage_worker import Failure, StageResult
 from meshrl.contract.types import (
+    PARTS,
     REFERENCE_COLUMNS,
     REFERENCE_TOP,
     ROLLOUT_STAGE,
@@ -24,6 +26,7 @@ from meshrl.contract.types import (
     LeasedRow,
     Media,
     Outcome,
+    RowPart,
     RowWrite,
     RunSpec,
     StageSpec,
@@ -196,6 +199,25 @@ async def test_a_stage_writes_what_the_teacher_thinks_likeliest_into_the_queue(
     np.testing.assert_allclose(found.ref_top_logprobs, wanted["ref_top_logprobs"], rtol=1e-5)
 
 
+async def test_branches_of_a_row_see_nothing_of_each_other(reference: ReferenceModel) -> None:
+    one, two, three = tiny.rows(3)
+    parts = parts_column((RowPart(start=0, anchors=()), RowPart(start=len(one), anchors=())))
+    task = Task(run="run", task_id="t", prompt_ids=one[:2], group_size=2)
+    both = {"tokens": np.concatenate([one, two]), PARTS: parts}
+    rows = [
+        LeasedRow(uid=Uid("run", "t", n, 0), token=n, task=task, columns=columns, delivery=1)
+        for n, columns in enumerate((both, {"tokens": three}))
+    ]
+    judged = partial(reference.judged, top=3)
+    stage = ReferenceStage(Gone(rows[0].uid), ["run"], judged, worker="r")  # type: ignore[arg-type]
+    first, second = [r.columns for r in await stage._handle(rows) if isinstance(r, RowWrite)]
+    alone = await reference.judged([one, two, three], top=3)
+    for name in ("ref_logprobs", *REFERENCE_TOP):
+        wanted = np.concatenate([alone[0][name], alone[1][name]])
+        np.testing.assert_allclose(first[name], wanted, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(second[name], alone[2][name], rtol=1e-5, atol=1e-5)
+
+
 async def test_a_reference_reads_the_pictures_of_rows(tmp_path: Path) -> None:
     make_model(tmp_path)
     shown, other = picture(1, 96, 64), picture(2, 96, 64)
@@ -210,7 +232,8 @@ async def test_a_reference_reads_the_pictures_of_rows(tmp_path: Path) -> None:
             response = columns["ref_logprobs"][row.prompt_length :]
             expected = logprobs_alone(theirs, row, reader).detach()
             np.testing.assert_allclose(response, expected, rtol=1e-4, atol=1e-5)
-        (wrong,) = await reference.judged(tokens[:1], [Seen(rows[0].loss_mask, (other,))])
+        alike = [seen[0], Seen(rows[0].loss_mask, (other,))]
+        _, wrong = await reference.judged([tokens[0]] * 2, alike)
         assert np.abs(wrong["ref_logprobs"] - found[0]["ref_logprobs"]).max() > 1e-3
         row = await staged(reference, tokens[1], rows[1].prompt_length, media=seen[1].media, top=0)
         assert row.ref_logprobs is not None
@@ -218,6 +241,11 @@ async def test_a_reference_reads_the_pictures_of_rows(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="row 0: picture 2 wants 6 places"):
             await reference.judged(tokens[:1], [Seen(rows[0].loss_mask, (shown, other))])
         reference.close()
+    reference = ReferenceModel(tmp_path, device="cpu", max_tokens=len(tokens[0]))
+    with patch.object(reference._policy, "top", wraps=reference._policy.top) as packs:
+        await reference.judged([tokens[0]] * 2, alike)
+    assert packs.call_count == 2  # equal tokens beside other pictures are not laid once
+    reference.close()
 
 
 class Gone:

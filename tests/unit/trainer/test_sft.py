@@ -14,8 +14,7 @@ from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.offline import sft
 from meshrl.trainer.offline.config import SftConfig
-from meshrl.trainer.offline.loop import shuffled
-from meshrl.trainer.offline.sft import SftProgress
+from meshrl.trainer.offline.loop import OfflineProgress, shuffled
 
 
 def write(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
@@ -43,7 +42,7 @@ def test_fine_tuning_learns_a_rule_and_writes_a_model_that_knows_it(
         optim=OptimConfig(name=optimizer, lr=2e-2, weight_decay=0.0),  # type: ignore[arg-type]
         device="cpu",
     )
-    seen: list[SftProgress] = []
+    seen: list[OfflineProgress] = []
     done = sft.run(config, seen.append)
     assert done.exact_match is not None and done.exact_match >= 0.95
     assert done.loss < seen[0].loss / 2
@@ -110,7 +109,7 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_same_weights(
             save_freq=save_freq,
             device="cpu",
         )
-        seen: list[SftProgress] = []
+        seen: list[OfflineProgress] = []
         sft.run(config, seen.append)
         return len(seen)
 

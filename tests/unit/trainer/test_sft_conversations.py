@@ -22,7 +22,8 @@ from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.offline import sft
 from meshrl.trainer.offline.config import DpoConfig, SftConfig
 from meshrl.trainer.offline.examples import Example, read_examples
-from meshrl.trainer.offline.sft import SftLesson, SftProgress
+from meshrl.trainer.offline.loop import OfflineProgress
+from meshrl.trainer.offline.sft import SftLesson
 from meshrl.trainer.ranks.world import World
 
 from .ranks import Ranks
@@ -41,6 +42,7 @@ MARKED = (
 )
 FORGETS = ADDED.replace("{{ m.content or '' }}", "{{ m.content if loop.last else '' }}")
 """Leaves out what earlier turns of the assistant said, as templates do with their thoughts."""
+DEEP = "[" * 5000
 TALK = [
     {"role": "system", "content": "s"},
     {"role": "user", "content": "ab"},
@@ -173,7 +175,12 @@ def test_a_turn_that_is_written_otherwise_later_is_refused(
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
             "want a function with its name and arguments as an object",
         ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": DEEP}]}]},
+            "want a function with its name and arguments as an object",
+        ),
         ({"messages": TALK, "tools": "[f"}, "'tools' is not JSON"),
+        ({"messages": TALK, "tools": DEEP}, "'tools' is not JSON"),
         ({"messages": TALK, "tools": [1]}, "'tools' is .1., want a list of function schemas"),
         ({"messages": TALK, "images": ["x.png"]}, "'images' cannot be used"),
         (
@@ -244,7 +251,7 @@ def test_conversations_are_learned_to_the_end_turn_by_turn(
         for a in "abcd" for b in "efgh"
     ]  # fmt: skip
     data = write(tmp_path / "a.jsonl", *({"messages": talk} for talk in talks))
-    seen: list[SftProgress] = []
+    seen: list[OfflineProgress] = []
     optim = {"lr": 2e-2, "weight_decay": 0.0}
     done = sft.run(
         config(

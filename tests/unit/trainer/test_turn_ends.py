@@ -74,7 +74,7 @@ BEGINS = {
 
 OPENED = "asks for message"
 ALTERNATE = "oles must alternate"
-OTHERWISE = "writes message 1 otherwise where the conversation goes on"
+OTHERWISE = "writes message 1 otherwise where the conversation continues"
 TURN: dict[str, str] = {
     **{name: f"2{end}" for name, end in END.items()},
     "Qwen3": "<think>\n\n</think>\n\n2<|im_end|>",  # it is asked without, so the model says it

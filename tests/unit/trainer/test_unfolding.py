@@ -16,7 +16,8 @@ import torch
 
 from meshrl.config import load_recipe, train_spec
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.types import PARTS, RowPart, Trajectory, Uid
+from meshrl.contract.rows import parts_column, rollout_write, text_column
+from meshrl.contract.types import PARTS, Outcome, RowPart, Trajectory, Uid, Version
 from meshrl.launcher.learner import build_learner
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch
 from meshrl.trainer.algorithms.advantages.data_answer import compute
@@ -26,6 +27,7 @@ from meshrl.trainer.config import AlgorithmConfig
 from meshrl.trainer.learner.experience import assemble, schedule
 from meshrl.trainer.learner.learner import Learned
 from meshrl.trainer.learner.unfolding import TrainedPart, Unfolded, branches, unfolded
+from meshrl.trainer.loop.batch_source import UntrainableError, trainable
 from meshrl.trainer.ranks.world import World
 
 from . import named_algorithms, rank_work
@@ -191,6 +193,85 @@ def test_branches_are_trained_as_rows_of_their_own_and_judged_as_one_episode(
     assert torch.equal(~shown_parts.logprobs.isnan(), whole.ragged.mask)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("algorithm={adv_estimator: grpo}", "actor.use_kl_loss=true"),
+        ("algorithm={adv_estimator: grpo, use_kl_in_reward: true}",),
+        ("algorithm={adv_estimator: gae, lam: 0.7, gamma: 0.9}",),
+        ("algorithm={adv_estimator: gae, lam: 0.7, gamma: 0.9}", "critic.pretrain_steps=1"),
+    ],
+    ids=["kl-loss", "kl-in-reward", "critic", "critic-pretrained"],
+)
+def test_a_conversation_in_branches_is_trained_as_in_one_sequence(
+    settings: tuple[str, ...], tiny_path: Path, world: World
+) -> None:
+    # The second branch repeats the first, with what was observed after it, and adds a turn: as one sequence would.
+    draw = np.random.default_rng(4)
+    rows, in_branches = [], []
+    for index in range(2):
+        row = two_turns(draw, index)
+        rows.append(row)
+        in_branches.append(repeated(row))
+    found = []
+    for given, branched in ((rows, False), (in_branches, True)):
+        recipe = named_algorithms.recipe_of(
+            "grpo", tiny_path, *named_algorithms.GRADIENTS, *settings,
+            "actor.policy_loss.loss_mode=vanilla", "actor.loss_agg_mode=token-mean",
+            "queue.max_staleness=0", "rollout.n=2",
+            *(("rollout.program_options={branch: each}",) if branched else ()),
+        )  # fmt: skip
+        learner = named_algorithms.learner_of(recipe, world)
+        start = named_algorithms.weights(learner)
+        named_algorithms.learn(learner, recipe, given)
+        found.append((start, named_algorithms.weights(learner)))
+    (start, ours), (_, theirs) = found
+    assert any(not torch.equal(ours[key], start[key]) for key in ours)
+    for key in ours:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=2e-5)
+
+
+def two_turns(draw: np.random.Generator, index: int) -> Trajectory:
+    """One sequence of two turns with an observation between them, with the log-probs of a reference."""
+    row = named_algorithms.trajectory_of("t", [1, 2, 3], draw.integers(0, 37, 9))
+    mask = row.loss_mask.copy()
+    mask[6:8] = 0
+    return replace(
+        row,
+        uid=Uid("r", "t", index),
+        loss_mask=mask,
+        rollout_logprobs=np.where(mask, row.rollout_logprobs, 0).astype(np.float32),
+        ref_logprobs=-draw.uniform(1, 4, 12).astype(np.float32),
+        reward=float(index),
+    )
+
+
+def repeated(row: Trajectory) -> Trajectory:
+    """The same conversation as two branches: the first turn, then all of it with the first turn as context."""
+    first = slice(0, 6)
+    known = row.loss_mask.copy()
+    known[first] = 0
+
+    def both(column: np.ndarray[Any, Any], again: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.concatenate([column[first], again])
+
+    assert row.ref_logprobs is not None
+    return replace(
+        row,
+        tokens=both(row.tokens, row.tokens),
+        loss_mask=both(row.loss_mask, known),
+        rollout_logprobs=both(
+            row.rollout_logprobs, np.where(known, row.rollout_logprobs, 0).astype(np.float32)
+        ),
+        ref_logprobs=both(row.ref_logprobs, row.ref_logprobs),
+        spans=(
+            replace(row.spans[0], end=6),
+            replace(row.spans[0], start=6 + 8, end=6 + 12),
+        ),
+        parts=(RowPart(start=0, anchors=("a",)), RowPart(start=6, anchors=("b",))),
+    )
+
+
 def episode(steps: Sequence[Trajectory], index: int) -> Trajectory:
     """One row of the queue: its steps, end to end."""
     starts = np.cumsum([0, *(len(step.tokens) for step in steps)]).tolist()
@@ -222,31 +303,130 @@ def test_parts_of_a_row_whose_first_says_nothing_lie_where_they_are(world: World
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        ("algorithm={adv_estimator: dr_grpo}",),
+        ("algorithm={adv_estimator: gigpo}",),
+        ("algorithm={adv_estimator: gae, lam: 0.7, gamma: 0.9}",),
+        ("algorithm={adv_estimator: dr_grpo, group_by_seat: false}",),
+    ],
+    ids=["dr-grpo", "gigpo", "critic", "one-score"],
+)
+def test_each_seat_of_an_episode_has_its_own_reward_and_baseline(
+    settings: tuple[str, ...], tiny_path: Path, world: World, tmp_path: Path
+) -> None:
+    # Games that x wins and loses; in a third one o never had a turn.
+    draw = np.random.default_rng(5)
+    earned = [{"x": 1.0, "o": 0.0}, {"x": 0.0, "o": 0.75}, {"x": 0.25, "o": 9.0}]
+    games: list[Trajectory] = []
+    plain: list[Trajectory] = []
+    together = "false" in settings[0]
+    for index, rewards in enumerate(earned):
+        seats = [
+            named_algorithms.trajectory_of("t", [1, 2, n], draw.integers(0, 37, 4 + n))
+            for n in range(2 if index < 2 else 1)
+        ]
+        row = episode(seats, index)
+        parts = [replace(part, seat=name) for part, name in zip(row.parts, "xo", strict=False)]
+        row = replace(row, reward=0.5 * index, parts=tuple(parts), reward_components=rewards)
+        games.append(row)
+        plain += [
+            replace(
+                seat,
+                uid=Uid("r", "t" if together else f"t{name}", 2 * index + number),
+                reward=row.reward if together else rewards[name],
+            )
+            for number, (seat, name) in enumerate(zip(seats, "xo", strict=False))
+        ]
+    (tmp_path / "game.py").write_text("async def play(episode): ...\n")
+    options = f"{{function: '{tmp_path / 'game.py'}:play', seats: {{x: {{}}, o: {{}}}}}}"
+    found = []
+    for rows, program in ((games, "seats"), (plain, "single_turn")):
+        recipe = named_algorithms.recipe_of(
+            "grpo", tiny_path, *named_algorithms.GRADIENTS, "actor.use_kl_loss=false", *settings,
+            "actor.policy_loss.loss_mode=vanilla", "actor.loss_agg_mode=token-mean",
+            "queue.max_staleness=0", f"rollout.program={program}",
+            f"rollout.n={3 if program == 'seats' else 6}",
+            *((f"rollout.program_options={options}",) if program == "seats" else ()),
+        )  # fmt: skip
+        learner = named_algorithms.learner_of(recipe, world)
+        shown: list[Learned] = []
+        start = named_algorithms.weights(learner)
+        named_algorithms.learn(learner, recipe, rows, 0, shown.append)
+        found.append((named_algorithms.weights(learner), start, shown[0]))
+    (ours, start, whole), (theirs, _, _) = found
+    assert any(not torch.equal(ours[key], start[key]) for key in ours)
+    if not together:
+        for key in ours:
+            torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=2e-5)
+    # Logged are the queue's rows, with what each token was trained with.
+    assert whole.experience.ragged.num_rows == 3
+    if "dr_grpo" in settings[0]:
+        x = torch.tensor([1.0, 0.0, 0.25]) - 1.25 / 3
+        o = torch.tensor([-0.375, 0.375])
+        if together:
+            x = torch.tensor([-0.5, 0.0, 0.5])
+            o = x[:2]
+        want = [x[0]] * 4 + [o[0]] * 5 + [x[1]] * 4 + [o[1]] * 5 + [x[2]] * 4
+        mask = whole.experience.ragged.mask
+        torch.testing.assert_close(whole.targets.advantages[mask], torch.stack(want))
+
+
+def test_a_row_without_the_reward_of_its_seat_is_not_trained() -> None:
+    row = episode([named_algorithms.trajectory_of("t", [1, 2], [3, 4])], 0)
+    row = replace(row, parts=(RowPart(start=0, anchors=("a",), seat="x"),))
+    written = rollout_write(row, Outcome.OK, "stop", Version(1, 0)).columns
+    reward = {"reward": np.ones(1, dtype=np.float32), "reward_hash": text_column("h")}
+    columns = {**written, **reward, PARTS: parts_column(row.parts)}
+    for components, said in (("{}", "no reward component 'x'"), ('{"x": 1}', "")):
+        given = columns | {"reward_components": text_column(components)}
+        if said:
+            with pytest.raises(UntrainableError, match=said):
+                trainable(row.uid, given, vocabulary=0)
+        else:
+            assert trainable(row.uid, given, vocabulary=0).parts == row.parts
+
+
+def check_refused(
+    rollout: str, code: str, wrong: list[str], line: str, model: Path, folder: Path
+) -> None:
+    """A recipe whose rows have parts is good, and with `wrong` refused in `line`."""
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (folder / "mine.py").write_text(code)
+    path = folder / "my.yaml"
+    path.write_text(
+        f"model: {{path: {model}}}\ndata: {{train_files: [{folder / 'rows.jsonl'}],"
+        " max_prompt_length: 8, max_response_length: 8}\n"
+        f"rollout: {{name: torch, n: 2, {rollout}, function: '{folder / 'mine.py'}:f'}}}}\n"
+    )
+    (rows,) = [s for s in train_spec(load_recipe(path, [])).stages if s.name == "rollout"]
+    assert PARTS in rows.writes
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path, wrong)
+    assert line in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("wrong", "line"),
     [
-        ("actor.use_kl_loss=true", "each, and a reference"),
-        ("algorithm.adv_estimator=gae", "each, and a model beside the policy"),
+        ("algorithm.adv_estimator=prime", "each, and the reward model of algorithm.prime"),
         ("actor.policy_loss.loss_mode=spin", "each, and the loss spin"),
     ],
 )
 def test_what_reads_a_row_as_one_sequence_is_refused(
     wrong: str, line: str, text_model: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-    (tmp_path / "agent.py").write_text("def lead(base_url, api_key, task): ...\n")
-    path = tmp_path / "each.yaml"
-    path.write_text(
-        f"model: {{path: {text_model}}}\ndata: {{train_files: [{tmp_path / 'rows.jsonl'}],"
-        " max_prompt_length: 8, max_response_length: 8}\n"
-        f"rollout: {{name: torch, program: openai, n: 2, program_options: {{branch: each,"
-        f" function: '{tmp_path / 'agent.py'}:lead'}}}}\n"
+    each = "program: openai, program_options: {branch: each"
+    check_refused(
+        each, "def f(base_url, api_key, task): ...\n", [wrong], line, text_model, tmp_path
     )
-    recipe = load_recipe(path, [])
-    (rollout,) = [stage for stage in train_spec(recipe).stages if stage.name == "rollout"]
-    assert PARTS in rollout.writes
-    with pytest.raises(ConfigError) as caught:
-        load_recipe(path, [wrong])
-    assert line in str(caught.value)
+
+
+def test_a_baseline_of_greedy_rows_is_refused_of_seats(text_model: Path, tmp_path: Path) -> None:
+    seats = "program: seats, program_options: {seats: {x: {}}"
+    wrong = ["algorithm.adv_estimator=remax", "queue.group_policy=all"]
+    line = "rollout.program: seats, and algorithm.adv_estimator remax"
+    check_refused(seats, "async def f(episode): ...\n", wrong, line, text_model, tmp_path)
 
 
 class TestSpin:

@@ -211,7 +211,7 @@ def test_adapters_go_where_the_recipe_says(vision_path: Path, world: World) -> N
 def test_tensor_ranks_are_refused_where_no_recipe_was_checked(vision_path: Path) -> None:
     shared = Mock(spec=World, tensor=Mock(), sequence=None, experts=None)
     shared.tensor.size.return_value = 2
-    with pytest.raises(UserError, match="reads pictures is not shared out by tensor or expert"):
+    with pytest.raises(UserError, match="vision-language model is not sharded by tensor or expert"):
         build_policy(open_hf(vision_path), shared, ModelConfig(path=vision_path))
 
 

@@ -1,4 +1,4 @@
-"""Rows whose payload the store has damaged become dead letters, and what is around them goes on."""
+"""Rows whose payload the store has damaged become dead letters, and what is around them continues."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_where_all_of_a_batch_is_damaged_others_are_taken(store: MemorySto
 async def test_what_is_damaged_after_a_trainer_saw_it_leaves_when_it_is_taken_again(
     store: MemoryStore, settled: bool
 ) -> None:
-    """It could be in the weights: the rows leave once the trainer is one that has not learned from them."""
+    """The rows could be in the weights: they leave once a trainer has them that never learned from them."""
     actors = await opened(store)
     await actors.feed(tasks(4))
     await actors.work()

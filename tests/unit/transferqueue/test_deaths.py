@@ -48,7 +48,7 @@ class Trainers:
         self._step = 0
 
     async def train(self, save_freq: int = 1) -> None:
-        """Until the feed, which is closed, has nothing more."""
+        """Train until the closed feed is empty."""
         while True:
             epoch = self.actors.epoch = (await self.actors.queue.acquire("run", "t")).epoch
             self._step -= self._step % save_freq

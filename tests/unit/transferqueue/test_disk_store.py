@@ -226,7 +226,7 @@ async def test_stalled_backups_make_two_copies_and_the_next_is_refused(tmp_path:
 
 
 def copies(folder: Path) -> list[str]:
-    """Those that this process has open, or that are there by name."""
+    """Copies that this process has open, or that exist by name."""
     found = [str(each) for each in folder.glob("export-*")]
     for each in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # of this very listing

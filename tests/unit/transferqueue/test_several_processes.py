@@ -28,7 +28,7 @@ from meshrl.transferqueue.stores.memory import MemoryStore
 from ...redis_server import needs_redis, running
 
 ARCHIVE = Path(__file__).parents[2] / "fixtures" / "queue-of-two.tar.gz"
-REFUSED = "a run on several goes on with the meshrl of commit c6584707"
+REFUSED = "a run on several continues with the meshrl of commit c6584707"
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ def test_a_tenth_that_samples_longer_than_the_window_is_trained_as_often_as_it_i
     max_staleness: int,
 ) -> None:
     mesh, ledger = simulated(max_staleness=float(max_staleness))
-    assert not ledger.stale, "nothing is sampled in vain, and nothing again and again"
+    assert not ledger.stale, "nothing is sampled without use, and nothing again and again"
     assert mean(mesh.trained) == pytest.approx(mean(mesh.sampled), rel=0.05)
     farthest = max(abs(share(mesh.trained, n) - share(mesh.sampled, n)) for n in range(LONG + 1))
     assert farthest <= 0.05

@@ -1,17 +1,23 @@
-"""The table of states and verbs in the room's README is what the queue does."""
+"""The table of states and verbs in the room's README is what the queue does, and `model/` alone changes state."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import meshrl.transferqueue.model
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.types import ROLLOUT_STAGE, GroupPolicy, LeasedRow, Outcome, StalePolicy, Uid
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks, tokens_of
-from meshrl.transferqueue.model.records import Exit, State
+from meshrl.transferqueue.model.fair_share import Holder
+from meshrl.transferqueue.model.group import Grant, Group
+from meshrl.transferqueue.model.records import DeadRow, Exit, RunRecord, State, TakenBatch
+from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -156,7 +162,7 @@ async def in_every_state(actors: Actors) -> LeasedRow:
 
 
 async def lose_a_row(moves: set[Move], verb: str) -> None:
-    """For good: sampled or scored once too often, among siblings in every state, or alone, or replaced."""
+    """Dead letters: sampled or scored once too often, among siblings in every state, or alone, or replaced."""
     for policy in GroupPolicy:
         actors, queue = await watched(moves, max_attempts=1, group_policy=policy, group_k=1)
         row = await in_every_state(actors)
@@ -198,3 +204,44 @@ async def grow_old(moves: set[Move], policy: StalePolicy) -> None:
 def test_every_state_and_exit_is_in_the_table() -> None:
     named = {state for _, old, new in drawn() for state in (old, new)} - {OUTSIDE}
     assert named == {*map(str, State), *map(str, Exit)}
+
+
+MODEL = Path(meshrl.transferqueue.model.__path__[0])
+MODULES = sorted(MODEL.parent.rglob("*.py"))
+
+
+def set_on_self(path: Path) -> Iterator[str]:
+    """Attributes that the methods of a module's classes set on `self`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+STATE = {*dir(Run), *set_on_self(MODEL / "rows.py"), *set_on_self(MODEL / "run.py")}.union(
+    *(each.__slots__ for each in (Group, Grant, TakenBatch, DeadRow, Holder, RunRecord))
+)
+
+
+def changes(path: Path) -> Iterator[str]:
+    """Attributes of the model's classes, or items of them, that a module sets or deletes on others than `self`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            owner: ast.expr = node
+            names: set[str] = set()
+            while isinstance(owner, ast.Attribute | ast.Subscript):
+                if isinstance(owner, ast.Attribute):
+                    names.add(owner.attr)
+                owner = owner.value
+            of_self = isinstance(owner, ast.Name) and owner.id == "self"
+            if names & STATE and not of_self:
+                yield f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_no_module_outside_model_sets_state_of_a_run_or_group() -> None:
+    paths = [path for path in MODULES if path.parent == MODEL.parent]
+    assert paths
+    assert [change for path in paths for change in changes(path)] == []
+
+
+def test_the_check_finds_an_assignment() -> None:
+    assert any(list(changes(path)) for path in MODULES if path.parent == MODEL)

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from meshrl.cli.commands.config import config
 from meshrl.config import Recipe, load_recipe
 from meshrl.contract.errors import ConfigError, UserError
+from meshrl.sandbox.sandbox import no_bubblewrap
 from meshrl.verl import migrate
 from meshrl.verl.migrate import Migration
 from meshrl.verl.programs import command_of
@@ -389,7 +390,7 @@ def test_what_has_no_meaning_here_is_ignored_with_a_reason() -> None:
         "actor_rollout_ref.actor.freeze_layers=4",
         "actor_rollout_ref.actor.router_replay.mode=R2",
         "critic.megatron.router_replay.mode=R3",
-        f"{R}.repetition_penalty=1.1",
+        f"{R}.presence_penalty=1.1",
         f"{R}.min_p=0.05",
         f"{R}.quantization=mxfp4",
         f"{R}.val_kwargs.max_tokens=64",
@@ -528,6 +529,7 @@ def test_strict_writes_nothing_when_a_key_is_refused(tmp_path: Path) -> None:
     assert code == 2 and "nothing was written" in said and not out.exists()
 
 
+@pytest.mark.skipif(no_bubblewrap() is not None, reason=f"{no_bubblewrap()}")
 def test_a_script_comes_from_stdin_and_the_report_is_json_for_programs() -> None:
     script = f"N=2\npython3 -m verl.trainer.main_ppo \\\n  {R}.n=$N \\\n  trainer.total_epochs=4\n"
     code, recipe, output = invoke("--script", "-", "--json", text=script)

@@ -1,4 +1,4 @@
-"""Hydra's override grammar and the part of bash that launch scripts use."""
+"""Hydra's override grammar, and how far references are followed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import pytest
 from meshrl.contract.errors import ConfigError
 from meshrl.verl import parse
 from meshrl.verl.migrate import migrate
-
-from .verl_commands import command_words
 
 # What Hydra 1.3.8's own parser makes of each.
 AS_HYDRA_READS: list[tuple[str, str, Any]] = [
@@ -125,83 +123,6 @@ def test_sweeps_and_broken_overrides_are_refused_by_name(text: str) -> None:
 @pytest.mark.parametrize("path", ["~/data/x.parquet", "/data/é#1.parquet"])
 def test_paths_that_hydra_wants_quoted_are_taken_as_they_are(path: str) -> None:
     assert parse(f"a={path}").value == path
-
-
-def words(script: str, **environment: str) -> list[str]:
-    return command_words(script, environment)
-
-
-def test_a_pasted_command_gives_its_arguments() -> None:
-    assert words("python3 -m verl.trainer.main_ppo a.b=1 \\\n  'c.d=[x, y]' \"e=$HOME/f\"", HOME="/h") == [
-        "a.b=1", "c.d=[x, y]", "e=/h/f"
-    ]  # fmt: skip
-
-
-def test_overrides_alone_are_a_command_too() -> None:
-    assert words("a.b=1 \\\n c.d=2") == ["a.b=1", "c.d=2"]
-
-
-SCRIPT = """
-#!/usr/bin/env bash
-set -xeuo pipefail
-export MODEL=${MODEL:-/models/base}   # where
-LEN=1024; n=4
-NAME="run-${n}"
-DATA=(
-    data.train_files="['$MODEL/a.parquet', '$MODEL/b.parquet']"  # two
-    data.max_response_length=$((LEN * 2 + (8 - 4)))
-)
-DATA+=( data.seed=7 )
-MORE="x.y=1 x.z=2"
-echo "starting $NAME"
-PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
-    "${DATA[@]}" \\
-    # commented.out=1 \\
-    trainer.experiment_name=$NAME \\
-    trainer.logger='["console","wandb"]' \\
-    actor_rollout_ref.model.path=${MODEL} $MORE \\
-    'k=${a.b}' $@ > log.txt 2>&1 | tee out
-"""
-
-
-def test_a_script_is_read_with_its_variables_and_arrays() -> None:
-    assert words(SCRIPT) == [
-        "data.train_files=['/models/base/a.parquet', '/models/base/b.parquet']",
-        "data.max_response_length=2052",
-        "data.seed=7",
-        "trainer.experiment_name=run-4",
-        'trainer.logger=["console","wandb"]',
-        "actor_rollout_ref.model.path=/models/base",
-        "x.y=1",
-        "x.z=2",
-        "k=${a.b}",
-    ]
-    assert "actor_rollout_ref.model.path=/m" in words(SCRIPT, MODEL="/m")
-
-
-def test_a_launcher_before_the_command_is_passed_over() -> None:
-    command = "ray job submit --address=http://h:8265 -- python3 -m recipe.dapo.main_dapo a.b=1"
-    assert words(command) == ["a.b=1"]
-
-
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("python3 -m verl.trainer.main_ppo \\\n a=$NOWHERE", r"line 2 .*\$NOWHERE is not set"),
-        ("X=$(nproc)\nverl.trainer.main_ppo a=$X", r"line 1 .*put the command's output here"),
-        (
-            "if [ -d x ]; then\n A=1\nfi\nverl.trainer.main_ppo a=1",
-            r"`if`: paste the command itself",
-        ),
-        ("verl.trainer.main_ppo a='x", r"ends before a closing '"),
-        ('verl.trainer.main_ppo a="x', r"ends before a closing quote"),
-        ("ls\npwd", r"no verl command found"),
-        ("A=$((2 ** 3))\nverl.trainer.main_ppo a=$A", r"put its value here"),
-    ],
-)
-def test_what_would_have_to_be_run_is_an_error_with_its_line(script: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        words(script)
 
 
 def test_what_is_no_configuration_of_verl_is_refused_before_keys_are_compared() -> None:

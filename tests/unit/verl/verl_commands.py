@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping
 
-from meshrl.verl.scripts import pasted
+from meshrl.verl.programs import command_of
+
+RECORDED = """
+python3() { printf '%s\\0' "$@" >&3; }
+ray() { python3 "$@"; }
+"""
 
 
 def command_words(script: str, environment: Mapping[str, str]) -> list[str]:
-    """The arguments of the verl command in `script`, which is read and not run."""
-    return list(pasted(script, environment)[0].arguments)
+    """The arguments of the verl command in `script`, a text of ours, which bash runs with stand-ins."""
+    script = script if "python3" in script else f"python3 -m verl.trainer.main_ppo {script}"
+    recorded = f"exec 3>&1 >/dev/null 2>&1\n{RECORDED}{script}"
+    environment = {"PATH": "/usr/bin:/bin", **environment}
+    done = subprocess.run(
+        ["bash", "-c", recorded], env=environment, stdout=subprocess.PIPE, check=True
+    )
+    command = command_of(done.stdout.decode().split("\0")[:-1])
+    assert command is not None
+    return list(command.arguments)
 
 
 GRPO = r"""

@@ -12,11 +12,14 @@ from typing import Any
 
 from meshrl.common.checks import Loc, Problem, check_directory, dotted, missing_file
 from meshrl.common.config import Machine
+from meshrl.common.object_store import ObjectStore
 from meshrl.common.plain_text import counted
-from meshrl.contract.errors import UserError
+from meshrl.common.user_functions import check_function
+from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json
+from meshrl.trainer.checkpoint.afterwards import COPIES, FUNCTION
 from meshrl.trainer.config import ActorConfig, DataConfig, ModelConfig, TrainerConfig
-from meshrl.trainer.data.files import has_reader, readable_files
+from meshrl.trainer.data.files import FOLDERS, has_reader, readable_files
 from meshrl.trainer.data.prompt_streams import source_of
 from meshrl.trainer.data.prompts import (
     PromptTokenizer,
@@ -68,7 +71,7 @@ def check_model(model: ModelConfig, machine: Machine) -> Iterator[Problem]:
 
 
 def _adapters(model: ModelConfig, machine: Machine) -> Iterator[Problem]:
-    """That the patterns are some, and that what gets an adapter is there and is no experts' shared tensor."""
+    """Check that the patterns match tensors that exist and are not shared by experts."""
     targets, tensors = model.target_modules, machine.tensors(model.path)
     for key in ("target_modules", "exclude_modules"):
         pattern = getattr(model, key)
@@ -130,7 +133,7 @@ def _is_target(module: str, target: str, targets: str | tuple[str, ...]) -> bool
 
 
 def check_checkpoint(at: Loc, path: Path, machine: Machine) -> Iterator[Problem]:
-    """That a directory looks like a checkpoint."""
+    """Check that a directory looks like a checkpoint."""
     wrong = list(check_directory(at, path, CHECKPOINT, machine))
     yield from wrong
     if wrong or not machine.known(path):
@@ -193,10 +196,24 @@ def check_trainable(at: Loc, path: Path, machine: Machine) -> Iterator[Problem]:
         )
 
 
+def check_after_checkpoint(trainer: TrainerConfig) -> Iterator[Problem]:
+    """The function that is called after checkpoints, and the store that gets copies of them."""
+    try:
+        if trainer.after_checkpoint is not None:
+            check_function(trainer.after_checkpoint, FUNCTION)
+    except ConfigError as error:
+        yield ("trainer", "after_checkpoint"), str(error)
+    try:
+        if trainer.copy_checkpoints_to is not None:
+            ObjectStore(trainer.copy_checkpoints_to, COPIES)
+    except ConfigError as error:
+        yield ("trainer", "copy_checkpoints_to"), str(error)
+
+
 def check_parallel(
     trainer: TrainerConfig, model: ModelConfig, machine: Machine
 ) -> Iterator[Problem]:
-    """Whether ranks, heads and experts can be shared out as `trainer.parallel` says."""
+    """Whether ranks, heads and experts can be sharded as `trainer.parallel` says."""
     key, at = "trainer.parallel", ("trainer", "parallel")
     shared = model.ulysses_sequence_parallel_size
     parallel = trainer.parallel.model_copy(update={"sequence": shared})
@@ -306,7 +323,7 @@ class DataUse:
     vocabulary: int
     """Tokens that the model knows; 0: not known."""
     pictures: bool
-    """The model reads pictures."""
+    """Whether the model is a vision-language model."""
     own_answers: bool
     """The algorithm learns from the data's answers."""
     unusable: Callable[[str, Mapping[str, Json]], str]
@@ -328,10 +345,13 @@ def check_data(data: DataConfig, use: DataUse, machine: Machine) -> Iterator[Pro
     for name in ("train_files", "val_files"):
         for index, path in enumerate(getattr(data, name)):
             at: Loc = ("data", name, index)
-            yield from missing_file(at, path, machine)
-            if not machine.is_file(path):
+            file, by_folder = machine.is_file(path), data.reader in (None, FOLDERS)
+            tasks = by_folder and not file and bool(machine.names(path))
+            if not tasks:
+                yield from missing_file(at, path, machine)
+            if not tasks and not file:
                 continue
-            if not has_reader(path, data.reader):
+            if not tasks and not has_reader(path, data.reader):
                 yield at, f"{dotted(at)}: {path}: want {readable_files()} (data.reader)"
             elif "." not in (data.reader or "") and machine.known(path):
                 weights = {} if wrong_weights or name == "val_files" else data.weights
@@ -339,7 +359,7 @@ def check_data(data: DataConfig, use: DataUse, machine: Machine) -> Iterator[Pro
 
 
 def _weights(data: DataConfig) -> Iterator[Problem]:
-    """That nothing else says the order, and that files with a weight are among those to train on."""
+    """Check that nothing else sets the order, and that files with a weight are training files."""
     at: Loc = ("data", "weights")
     if data.weights and data.curriculum:
         yield at, "data.weights: data.curriculum says the order of prompts too; leave one out"

@@ -61,13 +61,13 @@ class ModelConfig(Config):
     tokenizer_path: Path | None = None
     """The tokenizer's directory; None is `path`."""
     trust_remote_code: bool = False
-    """Run the Python files that a checkpoint brings for its architecture, as the user who trains: read them before.
-    Its tokenizer's are never run; an engine is told by an option of its own (`rollout.engine.extra_args`)."""
+    """Run the checkpoint's own Python files for its architecture, with the rights of your user: read them first.
+    The tokenizer's files are never run; an engine has its own option (`rollout.engine.extra_args`)."""
     param_dtype: Annotated[Literal["float32", "bfloat16", "float16"], AfterValidator(_trains)] = (
         "float32"
     )
-    """The compute type; where a recipe does not name it and trains on a GPU, bfloat16. A run goes on with the type it
-    began with. Master weights and optimizer state are float32 always."""
+    """The compute type; where a recipe does not name it and trains on a GPU, bfloat16. A resumed run keeps its
+    type. Master weights and optimizer state are float32 always."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     keep_matmuls: bool = False
@@ -81,8 +81,8 @@ class ModelConfig(Config):
     """Number of ranks that share the tokens of each micro-batch, for rows too long for one device. Divides
     the trainer's ranks and the attention heads; RL and SFT only."""
     freeze_vision_tower: bool = True
-    """Leave the weights that read pictures as they are; a fleet then never gets them again. Of models that read
-    pictures."""
+    """Leave the vision tower's weights as they are; engines then have them from their checkpoint. For vision-language
+    models."""
     lora_rank: NonNegativeInt = 0
     """Train low-rank adapters of this rank and leave the weights as they are; 0 trains the weights. A critic is
     trained whole."""
@@ -100,7 +100,7 @@ class ModelConfig(Config):
     """Which of them get none all the same: a list of names, or a pattern of full names."""
     lora_adapter_path: Path | None = None
     """A directory that peft wrote, whose adapter training starts from: its rank, alpha and modules must be the
-    recipe's. A resumed run goes on from its own checkpoint."""
+    recipe's. A resumed run starts from its own checkpoint."""
 
     def adapter_mismatch(self, stored: Mapping[str, Any]) -> str:
         """Mismatch of peft's `adapter_config.json` with these settings, and the right ones; empty if none."""
@@ -180,7 +180,8 @@ class DataConfig(Config):
     """Prompts to train and evaluate on, in verl's schema or plain `prompt`/`answer` rows."""
 
     train_files: DataFiles = Field(default_factory=list)
-    """Parquet, jsonl or csv files, or what `reader` reads; or a data set of the Hugging Face hub, `openai/gsm8k`."""
+    """Parquet, jsonl or csv files, folders of tasks in Harbor's format, or what `reader` reads; or a data set of the
+    Hugging Face hub, `openai/gsm8k`."""
     val_files: DataFiles = Field(default_factory=list)
     """Held-out prompts; none switches evaluation off."""
     reasoning_gym: ReasoningGymConfig | None = None
@@ -191,7 +192,7 @@ class DataConfig(Config):
     prompt_key: str = "prompt"
     """The column of the prompt: text or chat messages."""
     image_key: str = "images"
-    """The column of a prompt's pictures, for a model that reads some: files, or the bytes of them."""
+    """The column of a prompt's images, for a vision-language model: files, or their bytes."""
     answer_key: str | None = None
     """The column of the answer that a response is compared with; None takes `reward_model.ground_truth`, else
     `answer`."""
@@ -343,7 +344,9 @@ class AlgorithmConfig(Config):
     kl_ctrl: KlControlConfig = KlControlConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     conventions: Conventions = "meshrl"
-    """Formulas where verl's own is a trap: `verl` keeps it. docs/reference/algorithms.md lists the differences."""
+    """Formulas where verl's own is a trap: `verl` keeps it (docs/reference/differences-from-verl.md)."""
+    group_by_seat: bool = True
+    """Compare each seat of `rollout.program: seats` with itself in its group; false: all are judged by the score."""
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     distillation: DistillationConfig = DistillationConfig()
@@ -382,7 +385,7 @@ AggregationMode = Literal[
 
 
 class ActorConfig(Config):
-    """From advantages to an optimizer step."""
+    """Settings from advantages to an optimizer step."""
 
     optim: OptimConfig = OptimConfig()
     ppo_mini_batch_size: PositiveInt | None = None
@@ -390,7 +393,7 @@ class ActorConfig(Config):
     ppo_epochs: PositiveInt = 1
     ppo_max_token_len_per_gpu: PositiveInt = 16_384
     """Tokens that one packed micro-batch lays: a prompt counts once for all siblings in it. Those of its rows may be
-    twice as many, for attention reads a prompt for each row."""
+    five times as many, for attention copies a prompt's keys for each row; twice as many where layers keep a state."""
     clip_ratio: PositiveFloat = 0.2
     clip_ratio_low: PositiveFloat | None = None
     """None takes `clip_ratio`."""
@@ -471,7 +474,7 @@ class ParallelConfig(Config):
     """
 
     data_replicate: PositiveInt = 1
-    """Copies of the model, each shared out over the ranks of its copy (HSDP): as many as there are machines keeps the
+    """Copies of the model, each sharded over the ranks of its copy (HSDP): as many as there are machines keeps the
     traffic of weights inside each."""
     data_shard: PositiveInt | None = Field(default=None, exclude=True)
     """Ranks of a copy with rows of their own, which share its weights (FSDP). None: as many as the others leave."""
@@ -492,7 +495,7 @@ class ParallelConfig(Config):
         return self.data_replicate * math.lcm(rows, self.expert)
 
     def faults(self, ranks: int, named: str = "") -> Iterator[tuple[str, str]]:
-        """Options that do not fit so many ranks, which messages call `named`, each with one sentence."""
+        """Options that do not fit `ranks` ranks, which messages call `named`, each with one sentence."""
         key, left, named = "trainer.parallel", ranks, named or f"the {ranks} trainer ranks"
         for name in ("data_replicate", "tensor", "sequence", "data_shard"):
             size = getattr(self, name) or 1
@@ -536,6 +539,12 @@ class TrainerConfig(Config):
     """Number of newest checkpoints that stay."""
     keep_ckpt_every: PositiveInt | None = None
     """Checkpoints whose step is a multiple of this stay as well."""
+    after_checkpoint: str | None = None
+    """A function, `package.module.function` or `path/to/file.py:function`, called with `path` and `step` after each
+    checkpoint, in a process of its own; its failure is a warning (docs/how-to/resume.md)."""
+    copy_checkpoints_to: str | None = None
+    """A path or URL that fsspec opens, `s3://bucket/prefix`, which gets a copy of each checkpoint; as many stay there
+    as here (docs/how-to/resume.md)."""
     default_local_dir: Path | None = None
     """Checkpoints; None is `<run.dir>/checkpoints`."""
     resume_mode: Literal["auto", "disable"] = "auto"

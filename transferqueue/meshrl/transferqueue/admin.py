@@ -309,7 +309,7 @@ async def restore_backup(folder: Path, store: Store) -> Copied:
                 payload = [operation for operation in piece if operation.table is Table.PAYLOAD]
                 if any(operation.key.startswith(PICTURE) for operation in payload):
                     raise UserError(
-                        f"{folder} has pictures of data.media_store, which is no more: commit 9121209e"
+                        f"{folder} has pictures of data.media_store, which no longer exists: commit 9121209e"
                         " restores it"
                     )
                 if payload:

@@ -62,9 +62,6 @@ class QueueConfig(Config):
     compression: Literal["auto", "off", "zstd"] = "auto"
     """Compression of payload over gRPC: `auto` compresses between hosts, not on loopback. Lossless, about 2.5 times
     fewer bytes."""
-    logprob_precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """The precision to which rollout and reference round log-probs: bf16 and fp16 halve their bytes between hosts,
-    with an error of up to 0.03 (bf16) or 0.008 (fp16)."""
     max_staleness: Staleness = 1
     """Optimizer steps between sampling and training: 0 is on-policy, "inf" fully asynchronous."""
     lease_ttl_s: PositiveFloat = 5.0

@@ -22,7 +22,7 @@ from meshrl.transferqueue.model.columns import Damage, InBatch, NeededFrame, Unr
 from meshrl.transferqueue.store import RecentFrames, Store
 
 CHECKED_BYTES = 16 << 20
-"""About so much payload is read at once when a batch is checked."""
+"""Bytes of payload that are read at once when a batch is checked, about."""
 
 
 PROMPT_SHOWN = 200

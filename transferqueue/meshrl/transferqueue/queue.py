@@ -224,7 +224,7 @@ class TransferQueue(HeartbeatQueue):
     async def remove_run(self, run: str, *, force: bool = False) -> StoredRun:
         """Delete a run and all that is stored of it, in one commit; returns what it was.
 
-        Waits for it end with NotFoundError, those of stages go on until a run of the name is opened.
+        Waits for it end with NotFoundError, those of stages continue until a run of the name is opened.
 
         Raises:
             NotFoundError: no such run. ConflictError: services work on it, and it is not to be by `force`.
@@ -264,7 +264,7 @@ class TransferQueue(HeartbeatQueue):
 
     @override
     async def publish(self, run: str, version: Version) -> None:
-        """A version older than the published one, of the same epoch, changes nothing."""
+        """Publish a version; one older than the published one, of the same epoch, changes nothing."""
         state = self._worked(run)
         state.check_epoch(version.epoch)
         state.publish(version)
@@ -325,7 +325,7 @@ class TransferQueue(HeartbeatQueue):
         asks again with the version that its engine has by then.
         """
         if limit < 1 or not runs:
-            raise UserError(f"a lease wants at least one row of at least one run, not {limit}")
+            raise UserError(f"a lease needs at least one row of at least one run, not {limit}")
         _check_name("worker", worker)
         limit = min(limit, self._quota.lease_rows)
         deadline = self._deadline(wait_s)
@@ -365,7 +365,7 @@ class TransferQueue(HeartbeatQueue):
 
     @override
     async def renew_held(self, held_leases: HeldLeases) -> None:
-        """A worker in this process shares the queue's event loop, so its renewals need no thread."""
+        """Renew leases of a worker in this process; it shares the queue's event loop, so no thread is needed."""
         await renewing(self, held_leases)
 
     @contextmanager
@@ -397,7 +397,7 @@ class TransferQueue(HeartbeatQueue):
 
     @override
     async def write(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
-        """Raises CapacityError for a full disk: nothing is written, the lease goes on."""
+        """Raises CapacityError for a full disk: nothing is written, the lease continues."""
         state = self._worked(run)
         spec = state.stages[stage]
         writes = state.check_write(spec, blocks)
@@ -409,7 +409,7 @@ class TransferQueue(HeartbeatQueue):
 
     @override
     async def append(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
-        """Raises CapacityError for a full disk: nothing is stored, the lease goes on."""
+        """Raises CapacityError for a full disk: nothing is stored, the lease continues."""
         state = self._worked(run)
         spec = state.stages[stage]
         appends = state.check_append(spec, blocks)
@@ -456,7 +456,7 @@ class TransferQueue(HeartbeatQueue):
         self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
         if groups < 1 or not batch_id:
-            raise UserError(f"take wants at least one group and a batch_id, not {groups} groups")
+            raise UserError(f"take needs at least one group and a batch_id, not {groups} groups")
         deadline = self._deadline(wait_s)
 
         def reason() -> str:
@@ -735,6 +735,6 @@ class TransferQueue(HeartbeatQueue):
 
 
 def _check_name(what: str, name: str) -> None:
-    """Raises UserError: `name` comes from the caller, and stands in logs, views and metrics."""
+    """Raises UserError: `name` comes from the caller, and is in logs, views and metrics."""
     if fault := name_fault(name):
         raise UserError(f"the name of the {what} {name[:80]!r}: {fault}")

@@ -41,11 +41,11 @@ class Sampler(Protocol):
     """
 
     def add(self, group: CompleteGroup) -> None:
-        """A group became complete."""
+        """Add a complete group."""
         ...
 
     def discard(self, number: int) -> None:
-        """A group was taken or left; never raises for one that is not there."""
+        """Discard a group that was taken or left; never raises for one that is not there."""
         ...
 
     def first(self, count: int) -> Sequence[int]:
@@ -95,7 +95,7 @@ class OrderedSampler(OrderedNumbers):
         return (group.number,)
 
     def add(self, group: CompleteGroup) -> None:
-        """A group became complete."""
+        """Add a complete group."""
         self.put(group.number, self.key(group))
 
 

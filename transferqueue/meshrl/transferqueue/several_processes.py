@@ -23,7 +23,7 @@ NOTE: Final = ".shards"
 def refusal(what: str) -> UserError:
     """The error for `what`."""
     return UserError(
-        f"{what}: a queue is one process now; a run on several goes on with the meshrl of commit {READ_BY}"
+        f"{what}: a queue is one process now; a run on several continues with the meshrl of commit {READ_BY}"
     )
 
 

@@ -17,14 +17,14 @@ class Signal:
 
     def __init__(self) -> None:
         self.listeners: dict[asyncio.Future[None], None] = {}
-        """They are done at the next `notify`, which forgets them."""
+        """Futures that the next `notify` completes and forgets."""
 
     def join(self, listener: asyncio.Future[None]) -> None:
         """Complete `listener` at the next change."""
         self.listeners[listener] = None
 
     def leave(self, listener: asyncio.Future[None]) -> None:
-        """It has gone on, or has given up."""
+        """Remove a listener that continued or gave up."""
         self.listeners.pop(listener, None)
 
     def notify(self) -> None:
@@ -39,7 +39,7 @@ class Signal:
 class Turns:
     """Callers that wait for rows look one after the other, so that not all of them wake for rows that a few will get.
 
-    A caller that was woken looks in the moment in which it goes on: it awaits nothing before. Then the next one is
+    A caller that was woken looks in the moment in which it continues: it awaits nothing before. Then the next one is
     woken, while there is something `left`. Who waits `ahead` looks before those in `line`.
     """
 
@@ -51,18 +51,18 @@ class Turns:
         self.ahead, self.line = _Line(self), _Line(self)
 
     def notify(self) -> None:
-        """Rows came: everybody who waits now may look."""
+        """Wake all waiting callers."""
         self._until = self.last
         self.wake()
 
     def notify_one(self) -> None:
-        """The one that has waited longest may look."""
+        """Wake the caller that has waited longest."""
         if self.line.waiting:
             self._until = max(self._until, next(iter(self.line.waiting.values())))
             self.wake()
 
     def looked(self) -> None:
-        """The caller that was woken has gone on, or has given up."""
+        """Note that the woken caller has continued or given up."""
         self.on_the_way = None
         self.wake()
 
@@ -81,7 +81,7 @@ class Turns:
 
 
 class _Line(Signal):
-    """Those that wait for their turn, each with a number that rises in both lines of `turns`."""
+    """Waiting calls, each with a number that rises in both lines of `turns`."""
 
     def __init__(self, turns: Turns) -> None:
         super().__init__()

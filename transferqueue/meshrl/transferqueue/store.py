@@ -4,7 +4,7 @@
                                                          ▲                                   │
                        callers wait in `flush` ──────────┴──────── all resume ◀──────────────┘
 
-One commit is in flight at a time. What is staged meanwhile makes up the next one, so many concurrent transitions
+One commit is in flight at a time. What is staged meanwhile makes up the next one, so that many concurrent transitions
 share one fsync, in order. A record that was touched ten times is encoded once.
 
 consumes: transitions. waits for: the store. unblocked by: `apply` that returns. produces: acknowledgements.
@@ -132,7 +132,7 @@ class Store(Protocol):
 
 
 class SpaceCheck:
-    """Asked before every call that brings bytes; remembers for `why_waiting` which callers were refused."""
+    """The check before every call that brings bytes; remembers for `why_waiting` which callers were refused."""
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store = store
@@ -188,12 +188,12 @@ class RecentFrames:
         self._nbytes = 0
 
     def recall(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Those that are in RAM."""
+        """The frames of `keys` that are in RAM."""
         frames = self._frames
         return {key: frames[key] for key in keys if key in frames}
 
     def committed(self, operations: Sequence[Operation]) -> None:
-        """The store has done `operations`."""
+        """Note that the store has applied `operations`."""
         for table, key, value in operations:
             if table is not Table.PAYLOAD or not key.startswith(FRAME):
                 continue
@@ -259,7 +259,7 @@ def decode_record(value: bytes, what: str) -> Json:
 
 
 SLOW_S = 2.0
-"""A commit that takes longer is told of."""
+"""Seconds after which a commit is logged as slow."""
 RECOVERY_PAUSE_S = 1.0
 """The pause between two attempts to read back a store that cannot be read."""
 
@@ -301,7 +301,7 @@ class CommitLog:
     ) -> None:
         """A store that cannot be read back is tried again every `recovery_pause_s`.
 
-        `on_committed` is told of each commit that is durable.
+        `on_committed` is called for each durable commit.
         """
         self._recovery_pause_s = recovery_pause_s
         self._store = store

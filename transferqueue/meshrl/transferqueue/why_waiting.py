@@ -20,11 +20,11 @@ from meshrl.transferqueue.store import CommitLog, Table
 ATTACHED_S = 120.0
 """A service that has called within this time may call again: clients repeat calls for so long."""
 UIDS = 16
-"""At most so many rows are named in one entry."""
+"""The most rows that one entry names."""
 FAILING_S = 120.0
-"""A failure is told for so long after it."""
+"""Seconds for which a failure is shown."""
 GROUPS = 10_000
-"""At most so many unfinished groups are visited."""
+"""The most unfinished groups that are visited."""
 
 
 def why_waiting(run: Run, waits: Iterable[Wait]) -> list[Waiting]:

@@ -10,14 +10,11 @@ decompresses it, so the code behind sees no difference, and it still has the che
     column     narrowed, if no bit gets lost     then, if a sample says that it pays
     int32      uint16, where all ids fit          byte planes, zstandard
     uint8      one bit, where all are 0 or 1      zstandard
-    float32    float16 or bfloat16, where exact   byte planes, zstandard
     others     as they are                        byte planes, zstandard
 
     compressed = magic, bytes of the frame u32, bytes of its head u32, columns u16, u32 that is 0
                  per column: narrowing u8, planes u8 (0: not compressed), bytes u32, bytes in the frame u32
                  the frame's checksum and head, the columns
-
-Log-probs that were rounded (`types.rounded`) are exact in 16 bits, so they take half the bytes.
 """
 
 from __future__ import annotations
@@ -63,8 +60,6 @@ class Narrowing(IntEnum):
     NONE = 0
     BITS = 1
     UINT16 = 2
-    FLOAT16 = 3
-    BFLOAT16 = 4
 
 
 class FrameCompressor:
@@ -193,14 +188,6 @@ def narrowed(column: Array) -> tuple[Narrowing, Array]:
         return Narrowing.BITS, np.packbits(flat)
     if flat.dtype == np.int32 and flat.min() >= 0 and flat.max() <= 0xFFFF:
         return Narrowing.UINT16, flat.astype("<u2")
-    if flat.dtype == np.float32:
-        bits = flat.view("<u4")
-        if not (bits & 0xFFFF).any():
-            return Narrowing.BFLOAT16, (bits >> 16).astype("<u2")
-        with np.errstate(over="ignore"):
-            half = flat.astype("<f2")
-        if np.array_equal(half.astype("<f4").view("<u4"), bits):
-            return Narrowing.FLOAT16, half
     return Narrowing.NONE, flat
 
 
@@ -209,10 +196,6 @@ def _widened(narrowing: Narrowing, data: bytes | memoryview, raw: int) -> bytes:
         return np.unpackbits(np.frombuffer(data, np.uint8), count=raw).tobytes()
     if narrowing is Narrowing.UINT16:
         return np.frombuffer(data, "<u2").astype("<u4").tobytes()
-    if narrowing is Narrowing.FLOAT16:
-        return np.frombuffer(data, "<f2").astype("<f4").tobytes()
-    if narrowing is Narrowing.BFLOAT16:
-        return (np.frombuffer(data, "<u2").astype("<u4") << 16).tobytes()
     return bytes(data)
 
 
@@ -223,7 +206,7 @@ def _narrow_bytes(narrowing: Narrowing, raw: int) -> int:
 
 
 def _planes(column: Array) -> bytes:
-    """The first byte of every entry, then the second bytes, and so on: similar bytes stand together."""
+    """The first byte of every entry, then the second bytes, and so on: similar bytes are adjacent."""
     if column.itemsize == 1:
         return column.tobytes()
     return np.ascontiguousarray(column).view(np.uint8).reshape(-1, column.itemsize).T.tobytes()

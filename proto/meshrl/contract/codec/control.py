@@ -313,7 +313,7 @@ class MessagePlan:
         self.decode: Callable[[Any], Any] = self._known["decode"]
 
     def _add(self, name: str, hint: Any, own: Field) -> None:
-        """The code of one value."""
+        """Add the code of one value."""
         value, by_name = self._value.replace("@", name), f"{name}=" if self._by_name else ""
         fields: Mapping[str, Any] = self._message.DESCRIPTOR.fields_by_name
         if own.spread:

@@ -75,7 +75,7 @@ def decode_rows(message: pb.GroupRows) -> list[RowBlock]:
 
 def named_rows(message: pb.GroupRows) -> Rows:
     """The rows of a message, before they become types. Raises ValueError for rows that no uid can name."""
-    # Lists, because a protobuf container makes its numbers anew each time that somebody looks at them.
+    # Lists, because a protobuf container makes its numbers anew at each access.
     tasks, counts = message.tasks[:], message.counts[:]
     indices, attempts = message.indices[:], message.attempts[:]
     if len(tasks) != len(counts) or not all(tasks):

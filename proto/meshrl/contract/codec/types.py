@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import numpy as np
 from google.protobuf import message as protobuf
+from numpy.typing import NDArray
 
 from meshrl.contract.codec.control import (
     TEXT,
@@ -20,28 +21,40 @@ from meshrl.contract.codec.control import (
     encode_array,
     encoder,
     malformed,
+    words,
 )
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.types import (
+    AdamStep,
+    CreateModel,
     DeadLetter,
     EngineStats,
     Ledger,
+    LoadWeights,
     Media,
     Outcome,
     PackedTask,
+    Pass,
+    Refused,
     RunSpec,
     RunState,
     Sample,
     SamplingParams,
+    SaveWeights,
     Score,
     Task,
     TrainerStatus,
+    TrainingExample,
+    TrainingRequest,
+    TrainingResult,
+    TrainingVerb,
     Uid,
     Uint8,
+    UnloadModel,
     Version,
     Waiting,
 )
-from meshrl.v1 import queue_pb2, reward_pb2, rollout_pb2, trainer_pb2
+from meshrl.v1 import queue_pb2, reward_pb2, rollout_pb2, trainer_pb2, training_pb2
 from meshrl.v1 import trajectory_pb2 as pb
 
 OUTCOMES: Final = EnumCodec(Outcome, pb.Outcome.DESCRIPTOR)
@@ -131,11 +144,9 @@ def _check_uid(uid: Uid) -> None:
 
 def _check_sampling(sampling: SamplingParams) -> None:
     """Refuse parameters under which nothing can be sampled."""
-    if not sampling.temperature >= 0 or not 0 < sampling.top_p <= 1 or sampling.max_tokens < 1:
-        malformed(
-            f"temperature {sampling.temperature} (want >= 0), top_p {sampling.top_p} (want 0 < p <= 1), "
-            f"max_tokens {sampling.max_tokens} (want >= 1)"
-        )
+    why = sampling.fault
+    if why or sampling.max_tokens < 1:
+        malformed(why or f"max_tokens is {sampling.max_tokens}, want at least 1")
 
 
 def _check_task(task: Task) -> None:
@@ -150,16 +161,15 @@ def _decode_token_rewards(message: pb.Array) -> tuple[float, ...]:
 VERSION: Final = Codec(Version, pb.Version, check=_check_version)
 UID: Final = Codec(Uid, pb.Uid, check=_check_uid)
 SAMPLING: Final = Codec(SamplingParams, pb.SamplingParams, check=_check_sampling)
+_MEDIA: Final = Field(
+    lambda media: map(encode_picture, media),
+    lambda sent: decode_media(sent) if sent else (),
+)
 TASK: Final = Codec(
     Task,
     pb.Task,
     check=_check_task,
-    given={
-        "media": Field(
-            lambda media: map(encode_picture, media),
-            lambda sent: decode_media(sent) if sent else (),
-        )
-    },
+    given={"media": _MEDIA},
 )
 RUN_SPEC: Final = Codec(RunSpec, queue_pb2.RunSpec)
 RUN_STATE: Final = Codec(RunState, queue_pb2.RunState)
@@ -181,6 +191,70 @@ SCORE: Final = Codec(
         ),
     },
 )
+
+
+def _encode_arrays(arrays: Mapping[str, NDArray[Any]]) -> dict[str, pb.Array]:
+    return {name: encode_array(array) for name, array in arrays.items()}
+
+
+def _decode_arrays(sent: Mapping[str, pb.Array]) -> dict[str, NDArray[Any]]:
+    return {name: decode_array(array, name=name) for name, array in sent.items()}
+
+
+def _encode_outputs(outputs: Iterable[Mapping[str, NDArray[Any]]]) -> list[Any]:
+    return [training_pb2.TrainingOutput(values=_encode_arrays(each)) for each in outputs]
+
+
+_VERBS: Final[Mapping[str, Codec[Any, Any]]] = {
+    words(kind.__name__).replace(" ", "_"): Codec(
+        kind, getattr(training_pb2, kind.__name__), given=given
+    )
+    for kind, given in {
+        CreateModel: {},
+        Pass: {"loss": Field(str, str)},
+        AdamStep: {},
+        SaveWeights: {},
+        LoadWeights: {},
+        UnloadModel: {},
+        Refused: {"error": TEXT},
+    }.items()
+}
+"""Codecs by the field of their message."""
+
+
+def _encode_verb(verb: TrainingVerb) -> dict[str, Any]:
+    name = words(type(verb).__name__).replace(" ", "_")
+    return {name: _VERBS[name].encode(verb)}
+
+
+def _decode_verb(message: training_pb2.TrainingRequest) -> TrainingVerb:
+    name = message.WhichOneof("verb")
+    if name is None:
+        malformed("it has no verb")
+    verb: TrainingVerb = _VERBS[name].decode(getattr(message, name))
+    return verb
+
+
+TRAINING_EXAMPLE: Final = Codec(
+    TrainingExample,
+    training_pb2.TrainingExample,
+    given={"loss_inputs": Field(_encode_arrays, _decode_arrays), "media": _MEDIA},
+)
+TRAINING_REQUEST: Final = Codec(
+    TrainingRequest,
+    training_pb2.TrainingRequest,
+    given={"verb": Field(_encode_verb, _decode_verb, spread=True)},
+)
+TRAINING_RESULT: Final = Codec(
+    TrainingResult,
+    training_pb2.TrainingResult,
+    given={
+        "outputs": Field(
+            _encode_outputs, lambda sent: [_decode_arrays(each.values) for each in sent]
+        ),
+        "error": TEXT,
+    },
+)
 TRAINER_STATUS: Final = Codec(TrainerStatus, trainer_pb2.TrainerStatus, given={"waiting_for": TEXT})
 
 
@@ -198,3 +272,20 @@ def unpack_task(data: bytes) -> Task:
         return TASK.decode(pb.Task.FromString(data))
     except (protobuf.DecodeError, UserError) as error:
         raise CorruptError(f"{len(data)} bytes are no task: {error}") from error
+
+
+def pack_training(value: TrainingRequest | TrainingResult) -> bytes:
+    """A request or an answer as bytes, the same ones for the same value. Raises UserError: it does not fit."""
+    chosen = TRAINING_REQUEST if isinstance(value, TrainingRequest) else TRAINING_RESULT
+    message: protobuf.Message = chosen.encode(value)  # type: ignore[arg-type]
+    return message.SerializeToString(deterministic=True)
+
+
+def unpack_training_request(data: bytes) -> TrainingRequest:
+    """The request of packed bytes. Raises UserError."""
+    return TRAINING_REQUEST.decode(training_pb2.TrainingRequest.FromString(data))
+
+
+def unpack_training_result(data: bytes) -> TrainingResult:
+    """The answer of packed bytes. Raises UserError."""
+    return TRAINING_RESULT.decode(training_pb2.TrainingResult.FromString(data))

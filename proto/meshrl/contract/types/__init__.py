@@ -9,12 +9,10 @@ from meshrl.contract.types.blocks import (
     BatchRow as BatchRow,
     Lease as Lease,
     LeasedBlock as LeasedBlock,
-    Precision as Precision,
     RowBlock as RowBlock,
     blocks_of as blocks_of,
     gathered as gathered,
     pack_rows as pack_rows,
-    rounded as rounded,
 )
 from meshrl.contract.types.rows import (
     Columns as Columns,
@@ -71,6 +69,20 @@ from meshrl.contract.types.runs import (
     reward_stage as reward_stage,
     rollout_stage as rollout_stage,
 )
+from meshrl.contract.types.training import (
+    AdamStep as AdamStep,
+    CreateModel as CreateModel,
+    LoadWeights as LoadWeights,
+    LossName as LossName,
+    Pass as Pass,
+    Refused as Refused,
+    SaveWeights as SaveWeights,
+    TrainingExample as TrainingExample,
+    TrainingRequest as TrainingRequest,
+    TrainingResult as TrainingResult,
+    TrainingVerb as TrainingVerb,
+    UnloadModel as UnloadModel,
+)
 from meshrl.contract.types.work import (
     Adapter as Adapter,
     EngineStats as EngineStats,
@@ -78,6 +90,7 @@ from meshrl.contract.types.work import (
     GenerateRequest as GenerateRequest,
     OnUpdate as OnUpdate,
     PostedReward as PostedReward,
+    PromptLogprobs as PromptLogprobs,
     Sample as Sample,
     Score as Score,
     TensorSpec as TensorSpec,

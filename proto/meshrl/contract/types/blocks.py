@@ -10,13 +10,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.frames import FRAME_BYTES, Array, Flat, Frame, pack, signature
@@ -128,7 +127,7 @@ class RowBlock:
 
 
 def blocks_of(run: str, uids: Iterable[Uid]) -> list[RowBlock]:
-    """Blocks that name `uids`; rows of a group that stand next to each other stay together, in order.
+    """Blocks that name `uids`; adjacent rows of a group stay together, in order.
 
     Raises:
         UserError: a row of another run, with `uid`.
@@ -147,32 +146,8 @@ def blocks_of(run: str, uids: Iterable[Uid]) -> list[RowBlock]:
     ]
 
 
-Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
-LOGPROBS: Final = ("rollout_logprobs", "ref_logprobs", "ref_top_logprobs")
-"""The columns that may be rounded, so that they hold 16-bit values and compress to half the bytes."""
-
-
-def rounded(logprobs: npt.NDArray[np.float32], precision: Precision) -> npt.NDArray[np.float32]:
-    """float32[R] of the same shape, rounded to what 16 bits hold (ties to even).
-
-    The error is at most 2^-9 of the value in bf16 and 2^-11 in fp16: for log-probs above -16 below 0.031 and 0.0078.
-    """
-    if precision == "fp32":
-        return logprobs
-    if precision == "fp16":
-        # Beyond the range of fp16 only -inf and what no sampler draws.
-        return logprobs.clip(-65504, 65504).astype(np.float16).astype(np.float32)
-    bits = logprobs.view(np.uint32)
-    even = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    return np.where(np.isfinite(logprobs), even.view(np.float32), logprobs)
-
-
-def pack_rows(
-    token_of: Mapping[Uid, int], rows: Sequence[RowWrite], precision: Precision = "fp32"
-) -> list[RowBlock]:
+def pack_rows(token_of: Mapping[Uid, int], rows: Sequence[RowWrite]) -> list[RowBlock]:
     """Blocks of what is written to rows, by group, token and signature; of two writes to one row the last counts.
-
-    Log-probs are rounded to `precision`.
 
     Raises:
         UserError: with `uid`; no token for a row, or an array that no frame can hold.
@@ -181,8 +156,6 @@ def pack_rows(
     filling: dict[Any, tuple[list[RowWrite], int]] = {}
     """The frame that is being filled, and its bytes, by the signature that its rows share."""
     for row in {row.uid: row for row in rows}.values():
-        if precision != "fp32":
-            row = _rounded(row, precision)
         uid = row.uid
         if uid not in token_of:
             raise UserError(f"row {uid}: no lease token was given", uid=uid)
@@ -209,13 +182,6 @@ def pack_rows(
         )
         for rows in frames
     ]
-
-
-def _rounded(row: RowWrite, precision: Precision) -> RowWrite:
-    found = {
-        name: rounded(row.columns[name], precision) for name in LOGPROBS if name in row.columns
-    }
-    return replace(row, columns={**row.columns, **found})
 
 
 def gathered(blocks: Sequence[RowBlock], names: Sequence[str]) -> dict[str, Flat]:
@@ -286,7 +252,7 @@ class BatchRow:
 
     uid: Uid
     group: str
-    """Task id: rows of one group share it and stand next to each other."""
+    """Task id: rows of one group share it and are adjacent."""
     group_size: int
     """As in RowBlock."""
     num_tokens: int
@@ -329,7 +295,7 @@ class Batch:
 
     @classmethod
     def of_rows(cls, rows: Sequence[BatchRow], *, batch_id: str, run: str, step: int) -> Batch:
-        """Make a batch of rows; those of one group stand next to each other."""
+        """Make a batch of rows; those of one group are adjacent."""
         groups = [list(members) for _, members in groupby(rows, lambda row: row.group)]
         return cls(
             batch_id=batch_id,

@@ -118,6 +118,33 @@ class SamplingParams:
     """How many of the last rows of a group are sampled greedily instead: baselines (ReMax)."""
     joint_cut: bool = False
     """top_k and top_p both cut the whole distribution, as SGLang does; else top_p cuts what top_k has left."""
+    min_p: float = 0.0
+    """Keep the tokens with this share of the likeliest one's probability, before top_p cuts; 0 is off."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens of prompt and response, and multiplies the others; 1 is off."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of tokens, before the penalty."""
+
+    @property
+    def fault(self) -> str:
+        """Why no distribution is that; empty where one is."""
+        if not self.temperature >= 0:
+            return f"temperature is {self.temperature}, want 0 (greedy) or more"
+        if not 0 < self.top_p <= 1:
+            return f"top_p is {self.top_p}, want 0 < top_p <= 1"
+        if not 0 <= self.min_p <= 1:
+            return f"min_p is {self.min_p}, want 0 (off) to 1"
+        if not 0 < self.repetition_penalty <= 2:
+            return f"repetition_penalty is {self.repetition_penalty}, want more than 0, up to 2"
+        for token, bias in self.logit_bias.items():
+            if token < 0 or not -100 <= bias <= 100:
+                return f"logit_bias of token {token} is {bias}, want -100 to 100, of a token's id"
+        return ""
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether tokens have other logits than the model's."""
+        return self.repetition_penalty != 1 or bool(self.logit_bias)
 
     @property
     def cuts_twice(self) -> bool:
@@ -199,7 +226,7 @@ class Task:
 
 @dataclass(frozen=True)
 class PackedTask:
-    """A task in the bytes in which it is stored and sent, taken apart when somebody first looks into it."""
+    """A task in the bytes in which it is stored and sent, decoded at the first access."""
 
     data: bytes
     unpack: Callable[[bytes], Task] = field(repr=False, compare=False)
@@ -241,6 +268,8 @@ class RowPart:
     """The place of its first token in the row."""
     anchors: tuple[str, ...]
     """For each run of sampled tokens, a name of the observation that it answers; equal observations share a name."""
+    seat: str = ""
+    """The episode's speaker, whose reward is the row's component of that name; empty: no speaker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

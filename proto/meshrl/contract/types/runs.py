@@ -179,7 +179,7 @@ class RunState:
     """The feeder's position, stored with the last admitted task; empty at the start."""
     feed_closed: bool
     committed_step: int
-    """Rows settled at earlier steps have left the queue for good."""
+    """The step before which settled rows have left the queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +210,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """One thing that blocks: who waits, for what, since when, and whom to ask."""
+    """One thing that blocks: who waits, for what, since when, and which service to look at."""
 
     who: str
     what: str
@@ -270,7 +270,7 @@ class StoredRun:
     """Optimizer steps of the newest checkpoint."""
     feed_closed: bool
     dead_letters: int
-    """Those that are kept, with their tasks."""
+    """Dead letters that are kept, with their tasks."""
     attached: tuple[str, ...]
     """Signs that services work on it, a sentence each; none: it is over, or abandoned."""
 

@@ -40,6 +40,26 @@ class GenerateRequest:
     answered with its finish reason alone."""
     experts_from: int | None = None
     """The experts of the tokens from this place of the prompt on are wanted; None: none are."""
+    prompt_top: int | None = None
+    """Number of the likeliest tokens that are wanted at each place of the prompt, beside its own log-probs; None: not
+    even those."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt that belong to no response."""
+        return len(self.prompt_ids) - self.continued
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PromptLogprobs:
+    """Log-probs of P tokens of a prompt under the model itself, at temperature 1: NaN for the first token."""
+
+    logprobs: Float32
+    """float32[P]"""
+    top_ids: Int32
+    """int32[P, k]: the likeliest tokens, the likeliest first; of no meaning at the first token."""
+    top_logprobs: Float32
+    """float32[P, k]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +76,8 @@ class GenerateDelta:
     experts: Experts | None = None
     """[n, L, K], where they are wanted: of the next n tokens that were fed and of which no earlier delta told. The
     deltas of a response tell of all tokens but its last one, which never was."""
+    prompt: PromptLogprobs | None = None
+    """In one of the deltas, where they are wanted; none of a response that had ended before it was continued."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +103,9 @@ class OnUpdate(StrEnum):
     DRAIN = "drain"
     """Finish running requests under the old weights, start none, then update."""
     INTERRUPT = "interrupt"
-    """Stop between two decode steps, update, recompute the KV cache under the new weights, go on."""
+    """Stop between two decode steps, update, recompute the KV cache under the new weights, continue."""
     IN_FLIGHT = "in_flight"
-    """Stop between two decode steps, update, go on with the KV cache as it is."""
+    """Stop between two decode steps, update, continue with the KV cache as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

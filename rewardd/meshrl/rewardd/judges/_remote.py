@@ -240,7 +240,7 @@ class Retrier:
     """One per remote judge."""
 
     def __init__(self, name: str, config: RetryConfig) -> None:
-        """`name` stands for the judge in messages."""
+        """`name` is the judge's name in messages."""
         self._name = name
         self._config = config
         self._failures = 0

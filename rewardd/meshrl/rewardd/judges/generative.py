@@ -45,7 +45,7 @@ MORE_ROOM = 4
 """Times as many tokens as the answer that was cut off."""
 THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>", re.IGNORECASE)
 LEAD = re.compile(r"[\W_]*(?:(?:the|my|final|overall|total)[\s*_]+)*", re.IGNORECASE)
-"""May stand before the score on a line that begins with it."""
+"""Characters allowed before the score on a line that begins with it."""
 OUT_OF = re.compile(r"[\s*_>\])}$]*(?:/|\(?\s*out\s+of)[\s*_]*(\d+(?:\.\d+)?)\)?", re.IGNORECASE)
 RANGE = re.compile(r"[*_>\])}$]*(?:[-–—~]|\s+(?:or|to)\s+)[*_<\[($]*\d", re.IGNORECASE)
 """Makes one score the first of two."""

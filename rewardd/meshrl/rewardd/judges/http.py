@@ -36,7 +36,7 @@ class HttpJudge(RemoteJudge):
             },
         )
         if isinstance(answer, dict) and "fault" in answer:
-            raise InfraError(f"the http judge says: {str(answer['fault'])[:500]}")
+            raise InfraError(f"the http judge answered: {str(answer['fault'])[:500]}")
         return answer
 
 

@@ -335,7 +335,7 @@ def _number(value: Any, what: str) -> float:
 def combine(scorers: tuple[Scorer, ...], results: list[Any], length: int | None = None) -> Json:
     """The answer for one sample: the weighted sum of `results`, and every function's own score and keys by name.
 
-    A function's keys stand under their own names when it is alone, else under `component.key`. `token_rewards`, of
+    A function's keys keep their names when it is alone, else they are `component.key`. `token_rewards`, of
     `length` entries, add up with the same weights; the score of a function that gives none joins them at the last
     token. Below a gate there are none.
 

@@ -15,7 +15,7 @@ from meshrl.contract.types import Json
 
 MAX_COMPONENTS = 64
 MAX_NAME = 80
-"""Characters of the name of a key that is told."""
+"""Characters of a key's name in the log."""
 MAX_TEXTS, MAX_TEXT = 16, 2000
 """Texts of a score, and characters of each."""
 MAX_FLOAT32 = 3.4028234663852886e38
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class DroppedKeys:
-    """Keys of results that are no component: each is told once."""
+    """Keys of results that are no component: each is logged once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

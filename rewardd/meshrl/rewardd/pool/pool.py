@@ -143,8 +143,6 @@ class PoolJudge:
                 raise UnavailableError("the judge is closed")
             if self._slots:
                 return
-            if self._sandbox.prepare is not None:
-                await asyncio.to_thread(self._sandbox.prepare)
             slots = [_Slot(index, self._sandbox) for index in range(self._config.workers)]
             starts = [asyncio.create_task(s.worker.start(self._rule)) for s in slots]
             try:
@@ -232,7 +230,7 @@ class PoolJudge:
         self._tasks.append(task)
 
     def _on_served(self, slot: _Slot, task: asyncio.Task[None]) -> None:
-        """A slot's task ends by cancellation only. If it crashes, answer its samples and start another."""
+        """Restart a slot whose task crashed (a healthy one ends by cancellation only), and answer its samples."""
         self._tasks.remove(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
@@ -386,7 +384,7 @@ class PoolJudge:
         self._requeue(slot, suspects)
 
     async def _on_exit(self, slot: _Slot) -> None:
-        """The process ended by itself: score its samples again, unless the only suspect has ended one before."""
+        """Score the samples of an ended process again, unless its only suspect has ended one before."""
         code = await slot.worker.kill()
         suspects = self._suspects_of(slot)
         why = slot.worker.exit_reason(code)
@@ -459,7 +457,7 @@ def _backoff_s(failures: int) -> float:
 
 
 def _is_texts(value: Json, most: int) -> bool:
-    """Whether it is an object of at most so many texts, each no longer than is kept."""
+    """Whether it is an object with few enough texts, none too long."""
     return (
         isinstance(value, dict)
         and len(value) <= most

@@ -309,7 +309,7 @@ class ScoringWorker:
         self.kill_for(f"printed more than {self._sandbox.limits.output_bytes} bytes")
 
     def kill_for(self, breach: str) -> None:
-        """The function broke the protocol: kill the process at once and ignore what it still sends."""
+        """Kill a process whose function broke the protocol, and ignore its further output."""
         if not self.breach:
             self.breach = breach
             self._kill_group()

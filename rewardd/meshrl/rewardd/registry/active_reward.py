@@ -17,6 +17,9 @@ from meshrl.contract.ports import Judge
 from meshrl.contract.types import Sample, Score
 from meshrl.rewardd.judge import StartableJudge, score_unposted
 
+SPARE = 2
+"""Judges that are kept although nobody holds them."""
+
 
 @dataclass(slots=True, eq=False)
 class _Entry:
@@ -25,15 +28,14 @@ class _Entry:
 
 
 class JudgeCache:
-    """Judges by version: started on demand, at most `spare` of them kept that nobody holds.
+    """Judges by version: started on demand, at most SPARE of them kept that nobody holds.
 
     consumes: versions. waits for: a judge's start. unblocked by: its start deadline. produces: started judges, each
     closed only when nobody holds it, so a new version never interrupts rows that are being scored.
     """
 
-    def __init__(self, build: Callable[[str], StartableJudge], *, spare: int = 2) -> None:
+    def __init__(self, build: Callable[[str], StartableJudge]) -> None:
         self._build = build
-        self._spare = spare
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -61,7 +63,7 @@ class JudgeCache:
         return version in self._entries and self._entries[version].holders > 0
 
     def release(self, version: str) -> None:
-        """The inverse of one `hold`."""
+        """Undo one `hold`."""
         self._release(version, self._entries[version])
 
     @asynccontextmanager
@@ -84,7 +86,7 @@ class JudgeCache:
         if broken and not entry.holders and self._entries.get(version) is entry:
             self._close(self._entries.pop(version))
         idle = [v for v, e in self._entries.items() if not e.holders]
-        for surplus in idle[: max(0, len(idle) - self._spare)]:
+        for surplus in idle[: max(0, len(idle) - SPARE)]:
             self._close(self._entries.pop(surplus))
 
     def _close(self, entry: _Entry) -> None:
@@ -114,7 +116,7 @@ class ActiveRewardJudge(Judge):
         """Score with `version` from now on.
 
         Raises:
-            ConfigError, NotFoundError: it cannot be loaded; the version before goes on scoring.
+            ConfigError, NotFoundError: it cannot be loaded; the version before continues scoring.
         """
         if version != self._current:
             await self._cache.hold(version)

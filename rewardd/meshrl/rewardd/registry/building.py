@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Json
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import StartableJudge, judge_of
@@ -17,11 +19,7 @@ from meshrl.rewardd.registry.active_reward import ActiveRewardJudge, JudgeCache
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.registry.store import MANIFEST, SubmissionStore
 from meshrl.rewardd.registry.types import Manifest
-from meshrl.sandbox.environment import InstalledPackages, environment_of
 from meshrl.sandbox.sandbox import Sandbox, open_sandbox
-
-ENVIRONMENTS = "environments"
-"""Folder beside the versions: their dependencies."""
 
 
 @asynccontextmanager
@@ -57,18 +55,29 @@ def _version_judge(directory: Path, config: RewardConfig) -> PoolJudge:
     `directory` is named after the version's hash and holds its content and manifest.json.
 
     Raises:
-        ConfigError: a dependency that cannot be installed, or isolation that this machine cannot give.
+        ConfigError: a dependency that is not installed here, or isolation that this machine cannot give.
     """
     manifest = Manifest.from_json(json.loads((directory / MANIFEST).read_bytes()))
-    environments = directory.parent.parent / ENVIRONMENTS
-    sandbox = submitted_sandbox(
-        directory,
-        config,
-        limits=manifest.limits,
-        environment=environment_of(manifest.deps, config.wheelhouse, environments),
-    )
+    check_installed(manifest.deps)
+    sandbox = submitted_sandbox(directory, config, limits=manifest.limits)
     rule = RewardRule(functions=(_function(directory / manifest.content, manifest),))
     return PoolJudge(rule, config, reward_hash=directory.name, sandbox=sandbox)
+
+
+def check_installed(requirements: Iterable[str]) -> None:
+    """Raises ConfigError for a dependency, `name` or `name==version`, that is not installed beside this service."""
+    for requirement in requirements:
+        name, _, wanted = requirement.partition("==")
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            raise ConfigError(
+                f"dependency {requirement!r} is not installed beside the reward service: install it there"
+            ) from None
+        if wanted and wanted != version:
+            raise ConfigError(
+                f"dependency {requirement!r}: beside the reward service {version} is installed"
+            )
 
 
 def _function(content: Path, manifest: Manifest) -> FunctionSpec:
@@ -91,12 +100,10 @@ def submitted_sandbox(
     config: RewardConfig,
     *,
     limits: Mapping[str, Json] | None = None,
-    environment: InstalledPackages | None = None,
 ) -> Sandbox:
-    """The sandbox of a submitted version: it sees its own directory and its dependencies.
+    """The sandbox of a submitted version: it sees its own directory.
 
-    `reward.sandbox` sets the level; `limits` may not exceed `reward.limits`. The environment is built when the judge
-    starts.
+    `reward.sandbox` sets the level; `limits` may not exceed `reward.limits`.
 
     Raises:
         ConfigError: a limit that is unknown or too wide; isolation that this machine cannot give.
@@ -105,6 +112,4 @@ def submitted_sandbox(
         config.sandbox,
         config.submitted_limits.bounded(limits or {}),
         readable=(directory,),
-        search=(environment.path,) if environment else (),
-        prepare=environment.build if environment else None,
     )

@@ -154,7 +154,7 @@ def _checked_wheel(submission: Submission, config: RegistryConfig) -> Submission
 
 
 def _check_archive(archive: zipfile.ZipFile, limit: int) -> None:
-    """Nothing is unpacked here; sizes are those that the archive declares, and `_read` does not trust them."""
+    """Check an archive by the sizes that it declares (`_read` does not trust them); unpacks nothing."""
     infos = archive.infolist()
     if len(infos) > MAX_WHEEL_FILES:
         raise UserError(f"the wheel has {len(infos)} files; at most {MAX_WHEEL_FILES}")

@@ -99,7 +99,7 @@ class Action(StrEnum):
     POINT = "point"
     """The name points to it from now on, after a submission or a roll-back."""
     RETIRE = "retire"
-    """It may not score any more."""
+    """The version stops scoring."""
 
 
 MOVES = 1000
@@ -133,7 +133,7 @@ class Name:
         return tuple(dict.fromkeys(e.hash for e in self.history if e.action is Action.SUBMIT))
 
     def submission(self, version: str) -> Event:
-        """When and by whom a version was first submitted under this name."""
+        """Time and submitter of the first version under this name."""
         return next(e for e in self.history if e.action is Action.SUBMIT and e.hash == version)
 
     @property

@@ -21,7 +21,7 @@ NOTHING = {"", "nan", "null"}
 """Texts that stand for an empty cell."""
 MOST_FLOAT = 1e300
 NOISE = 1e-12
-"""Beside a wanted 0.0, where there is a tolerance."""
+"""The largest difference from a wanted 0.0, where there is a tolerance."""
 THOUGHT = re.compile(r"^[ \t]*<think>|</think>", re.MULTILINE)
 
 
@@ -230,7 +230,7 @@ def _formula(line: str) -> str | None:
 
 
 def plain(text: str) -> str:
-    """Without emphasis and a full stop around it, and without a word that begins a conclusion."""
+    """The answer without emphasis, full stop and words that begin a conclusion."""
     text = CONCLUDING.sub("", text)
     return text.strip().strip("*_` ").rstrip(".").strip()
 

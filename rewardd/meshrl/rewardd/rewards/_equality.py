@@ -37,7 +37,7 @@ TRIALS = 10
 LEAST_TRIALS = 3
 DIGITS = (60, 120)
 TRUSTED_DECIMALS = 6
-"""A truth with so many significant digits, after a point, is the rounded value of an answer that has no end."""
+"""Significant digits from which a decimal truth is the rounded value of an endless answer."""
 LABEL = re.compile(
     r"(?:(?:[oO]ption|[cC]hoice)\s+)?\(?\s*([A-H])\s*(?:\)|[.:](?!\d))(?!\s*(?:[,;&]|and\b|or\b))\s*(.*)",
     re.DOTALL,

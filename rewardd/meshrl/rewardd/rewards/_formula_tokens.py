@@ -406,7 +406,7 @@ def _add_word(found: list[tuple[str, Any]], word: str) -> None:
 
 
 def _add_command(found: list[tuple[str, Any]], name: str, text: str, at: int) -> int:
-    """Read one command; returns where the text goes on."""
+    """Read one command; returns where the text continues."""
     if name in DROPPED:
         return at + (text[at : at + 1] == "." and name in {"left", "right"})
     if name in {"begin", "end"}:

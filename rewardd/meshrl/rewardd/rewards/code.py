@@ -48,7 +48,7 @@ NEEDS_SANDBOX = "strict"
 FENCE = re.compile(r"[ \t]*(?:[-*+][ \t]+|\d+[.)][ \t]+)?(`{3,}|~{3,})[ \t]*([^`\n]*)")
 PYTHON = re.compile(r"\{?[ .]*(?:python|py)(?:[23](?:\.\d+)*)?(?![\w.+#-])", re.IGNORECASE)
 ENDS_TRIED = 8
-"""Closing fences that may stand in a string of the program, before one that ends it."""
+"""Closing fences that may be in a string of the program, before one that ends it."""
 TOLERANCE = 1e-6
 FLOAT = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
 NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
@@ -180,7 +180,7 @@ def _tests(truth: Json) -> Iterator[Test]:
         except ValueError as error:
             raise UserError(f"code: the ground truth is not JSON: {error}") from error
     if not isinstance(truth, dict):
-        raise UserError(f"code wants an object of tests as ground truth, got {str(truth)[:80]!r}")
+        raise UserError(f"code needs an object of tests as ground truth, got {str(truth)[:80]!r}")
     if "test" in truth:
         entry = truth.get("entry_point", "")
         yield _code_test(truth.get("prompt", ""), f"{truth['test']}\ncheck({entry})\n")

@@ -34,7 +34,7 @@ LEAD = re.compile(
     r"(?:the|final|answer|is|USD|EUR|GBP)\b|[a-zA-Z][a-zA-Z ]{0,30}[:=]|['\"“‘])+",
     re.IGNORECASE,
 )
-"""May stand between the mark and the number."""
+"""Characters allowed between the mark and the number."""
 GROUPED = r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)|\d+"
 VALUE = re.compile(
     rf"([-+]?\s*[$€£]?\s*[-+]?)\s*(?:(?:(\d{{1,9}})\s+)?(?:\\[dt]?frac\{{)?(\d{{1,9}})(?:/|\}}\{{)(\d{{1,9}})\}}?(?![\d/])"
@@ -50,7 +50,7 @@ HEDGED = re.compile(
 )
 """Makes one number a range, a sum or one of two."""
 GLUED = re.compile(r"(?:th|st|nd|rd|bn|mn|[kKMBxX])(?![a-zA-Z])")
-"""Behind a number without a space: it is another one, or none."""
+"""Suffixes that make a number another one, or none."""
 PERCENT = re.compile(r"\s*(?:%|per ?cent\b)", re.IGNORECASE)
 SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "dozen": 12}
 SCALE = re.compile(rf"\s*({'|'.join(SCALES)})\b", re.IGNORECASE)

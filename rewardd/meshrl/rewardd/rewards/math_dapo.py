@@ -52,7 +52,7 @@ UNWRAPPED: tuple[tuple[str, str], ...] = (
 
 
 class Config(config.Config):
-    """Whose mistakes it makes."""
+    """The conventions of its answers."""
 
     conventions: Conventions = "meshrl"
     """`verl`: verl's numbers, its mistakes included."""

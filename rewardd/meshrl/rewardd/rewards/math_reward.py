@@ -16,7 +16,7 @@ from meshrl.rewardd.rewards._answers import Conventions, closing, said, wanted
 
 
 class Config(config.Config):
-    """Whose mistakes it makes."""
+    """The conventions of its answers."""
 
     conventions: Conventions = "meshrl"
     """`verl`: verl's numbers, its mistakes included."""

@@ -198,7 +198,7 @@ fractions takes the square of a text's length."""
 
 
 class Config(config.Config):
-    """Whose mistakes it makes."""
+    """The conventions of its answers."""
 
     conventions: Conventions = "meshrl"
     """`verl`: verl's numbers, its mistakes included."""
@@ -458,7 +458,7 @@ def _number(text: str) -> float | None:
 
 
 def _numeric(text: str, pi: float) -> str:
-    """Without a currency or percent sign; with π as its value, evaluated if it is plain arithmetic."""
+    """The number without currency or percent sign, with π as its value, evaluated if it is plain arithmetic."""
     if re.match(r"\$\d+(\.\d+)?", text):
         return text[1:]
     if re.fullmatch(r"\d+(\.\d+)?\\?%", text):

@@ -56,7 +56,7 @@ def compute_score(
     """
     if not isinstance(ground_truth, dict) or "target" not in ground_truth:
         raise UserError(
-            f"search_qa wants ground_truth {{'target': …}}, got {str(ground_truth)[:80]!r}"
+            f"search_qa needs ground_truth {{'target': …}}, got {str(ground_truth)[:80]!r}"
         )
     target = ground_truth["target"]
     targets = target if isinstance(target, list | tuple) else [target]

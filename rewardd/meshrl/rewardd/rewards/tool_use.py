@@ -49,7 +49,7 @@ def compute_score(
     """
     if not isinstance(ground_truth, str):
         raise UserError(
-            f"tool_use wants the wanted response as ground truth, got {type(ground_truth).__name__}"
+            f"tool_use needs the wanted response as ground truth, got {type(ground_truth).__name__}"
         )
     ground_truth = wanted_text(ground_truth, "tool_use")
     formed = _form(solution_str) == _form(ground_truth) != ()

@@ -22,12 +22,12 @@ from typing_extensions import override
 
 from meshrl.common import process_guard
 from meshrl.common.sockets import reach_directly
+from meshrl.common.user_functions import load_function
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, PostedReward, Task, Uid
 from meshrl.images.messages import as_openai
 from meshrl.rollout.agents.session import Address
 from meshrl.rollout.tokenizer import Tokenizer
-from meshrl.rollout.user_functions import load_function
 
 FUNCTION = "rollout.program_options.function"
 OUTPUT_BYTES = 4096
@@ -97,9 +97,12 @@ def posted(value: object) -> PostedReward | None:
     entries = dict(value) if isinstance(value, Mapping) else {"score": value}
     numbers: dict[str, float] = {}
     for name, number in entries.items():
-        if not isinstance(number, int | float) or not math.isfinite(number):
+        try:
+            numbers[str(name)] = float(number) if isinstance(number, int | float) else math.nan
+        except OverflowError:
+            numbers[str(name)] = math.inf
+        if not math.isfinite(numbers[str(name)]):
             raise UserError(f"a reward's {name} is {number!r:.80}, want a finite number")
-        numbers[str(name)] = float(number)
     if "score" not in numbers:
         raise UserError(f"a reward has {', '.join(numbers) or 'nothing'}, want a score")
     return PostedReward(score=numbers.pop("score"), components=numbers)

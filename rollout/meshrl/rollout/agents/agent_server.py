@@ -55,7 +55,6 @@ class AgentServer(Agent):
         command: Sequence[str],
         *,
         env: Mapping[str, str],
-        cwd: Path | None = None,
         start_timeout_s: float = 120.0,
         cancel_timeout_s: float = 10.0,
     ) -> None:
@@ -64,7 +63,6 @@ class AgentServer(Agent):
         Args:
             command: A program and its arguments.
             env: Additional environment variables.
-            cwd: Its working directory.
             start_timeout_s: The longest time until it is ready.
             cancel_timeout_s: The longest time until it answers a cancelled conversation.
         """
@@ -72,7 +70,6 @@ class AgentServer(Agent):
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(PRIVATE)}
         self._env = {**inherited, **env}
         reach_directly(self._env)  # its gateway is here
-        self._cwd = cwd
         self._start_timeout_s = start_timeout_s
         self._cancel_timeout_s = cancel_timeout_s
         self._numbers = itertools.count(1)
@@ -146,7 +143,6 @@ class AgentServer(Agent):
             stderr=asyncio.subprocess.PIPE,
             limit=2 * MAX_LINE_BYTES,
             env=self._env,
-            cwd=self._cwd,
             start_new_session=True,
         )
 
@@ -221,7 +217,7 @@ class _Server:
             answer.exception()  # nobody else asks
 
     async def _read(self) -> None:
-        """Give each answer to whom it belongs, until the process ends."""
+        """Give each answer to its request, until the process ends."""
         await asyncio.gather(self._read_lines(), self._read_stderr())
         code = await self._process.wait()
         self._fail_all(f"was killed: {self._killed}" if self._killed else f"ended with {code}")

@@ -17,7 +17,7 @@ from meshrl.rollout.tools.formats.hermes import OPENING
 BROKEN = "�"
 """A tokenizer decodes a part of a character to this."""
 CHARACTER_TOKENS = 4
-"""A character is at most so many tokens of a byte-level vocabulary."""
+"""The most tokens of one character in a byte-level vocabulary."""
 
 
 class VisibleText:
@@ -40,7 +40,7 @@ class VisibleText:
         depend on them: in some vocabularies the first token loses a blank."""
         self._context_text = ""
         self._wanted = 0
-        """Decode again when there are so many tokens."""
+        """Number of tokens at which to decode again."""
         self._held = ""
         """Text that is not shown, because a mark may begin with it."""
         self._shown = 0
@@ -184,6 +184,7 @@ class AnswerStream:
                 prompt_tokens=len(self.prompt),
                 tokens=response.tokens,
                 logprobs=response.logprobs,
+                prompt=response.prompt,
             )
             self._ended(response, self.answer)
             self._events.put_nowait(None)
@@ -201,4 +202,7 @@ class AnswerStream:
         reason = deltas[-1].finish_reason if deltas else "abort"
         if reason not in ENDS:
             raise InfraError(f"the engine aborted request {self._request.request_id}: {reason}")
-        return response_of(deltas)
+        response = response_of(deltas)
+        if self._request.prompt_top is not None and response.prompt is None:
+            raise UserError("prompt_logprobs: the engine returned none for this prompt")
+        return response

@@ -47,7 +47,7 @@ class RecordedTurn:
     """The name that its client gave to the conversation."""
 
     def path(self) -> list[RecordedTurn]:
-        """From the first turn to this one."""
+        """The turns from the first to this one."""
         turns: list[RecordedTurn] = [self]
         while (parent := turns[-1].parent) is not None:
             turns.append(parent)
@@ -201,17 +201,21 @@ def joined(
     while leaves:
         leaf = min(leaves, key=lambda end: min(number[t] for t in end.path() if t not in trained))
         leaves.remove(leaf)
-        start = sum(len(row.tokens) for row in rows)
         row, anchors = _new_turns(row_of(leaf), leaf.path(), trained)
+        parts.append(RowPart(start=sum(len(row.tokens) for row in rows), anchors=anchors))
         rows.append(row)
-        parts.append(RowPart(start=start, anchors=anchors))
         trained.update(leaf.path())
+    return end_to_end(rows, parts), tuple(parts)
+
+
+def end_to_end(rows: Sequence[Trajectory], parts: Sequence[RowPart]) -> Trajectory:
+    """Rows of one episode as one, where `parts` say that they begin."""
     spans = [
         replace(span, start=span.start + part.start, end=span.end + part.start)
         for row, part in zip(rows, parts, strict=True)
         for span in row.spans
     ]
-    whole = replace(
+    return replace(
         rows[0],
         tokens=np.concatenate([row.tokens for row in rows]),
         loss_mask=np.concatenate([row.loss_mask for row in rows]),
@@ -219,7 +223,6 @@ def joined(
         spans=tuple(spans),
         response_text="\n".join(row.response_text for row in rows),
     )
-    return whole, tuple(parts)
 
 
 def _new_turns(
@@ -236,7 +239,7 @@ def _new_turns(
         if new:
             keep[start:at] = 1
             if turn.observed or not runs_on:
-                anchors.append(_observation(turn))
+                anchors.append(anchor_of(turn.messages[-2] if turn.messages[1:] else turn.observed))
         runs_on = new or (runs_on and at == start and not turn.observed)
     mask = row.loss_mask * keep
     spans = [part for span in row.spans for part in _within(span, keep)]
@@ -256,8 +259,7 @@ def _within(span: VersionSpan, keep: Uint8) -> list[VersionSpan]:
     ]
 
 
-def _observation(turn: RecordedTurn) -> str:
-    """A hash of what the policy was shown last: the last message before its answer, else the tokens."""
-    asked = turn.messages[:-1]
-    shown = json.dumps(asked[-1], sort_keys=True) if asked else json.dumps(turn.observed)
-    return hashlib.blake2b(shown.encode(), digest_size=8).hexdigest()
+def anchor_of(shown: ChatMessage | Sequence[int]) -> str:
+    """A name of what the policy was shown last: the message before its answer, else the tokens."""
+    written = json.dumps(shown, sort_keys=True)
+    return hashlib.blake2b(written.encode(), digest_size=8).hexdigest()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshrl.contract.errors import ConflictError, UserError
-from meshrl.contract.types import Float32, Int32, Json
+from meshrl.contract.types import Float32, Int32, Json, PromptLogprobs
 from meshrl.rollout.conversation import ChatMessage
 from meshrl.rollout.tools.formats import call_of, from_json
 from meshrl.rollout.tools.formats.hermes import CLOSING, OPENING
@@ -38,9 +38,11 @@ class SessionRequest:
     max_tokens: int | None = None
     """None: as many as fit."""
     stop: tuple[str, ...] = ()
-    temperature: float | None = None
-    """This and `top_p` are used only if the session allows it (`client_sampling`); None: the task's."""
-    top_p: float | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of the distribution by their names in SamplingParams, used instead of the task's only if the session
+    allows it (`client_sampling`)."""
+    prompt_top: int | None = None
+    """Number of the likeliest tokens to return at each place of the prompt; None: no log-probs of the prompt."""
     conversation: str = ""
     """The name that the client gave to the conversation, of several in one session; used only if the session's rules
     say so."""
@@ -73,7 +75,7 @@ class SessionAnswer:
     """A complete answer, R tokens."""
 
     text: str
-    """Without the stop string that ended it, without tool calls."""
+    """The text without its stop string and tool calls."""
     tail: str
     """The end of `text` that no part had."""
     tool_calls: tuple[ClientToolCall, ...] = ()
@@ -86,6 +88,8 @@ class SessionAnswer:
     """int32[R]: as sampled, including tokens that the client does not see."""
     logprobs: Float32
     """float32[R]"""
+    prompt: PromptLogprobs | None = None
+    """None unless the request asks for them."""
 
 
 def parse_calls(text: str) -> tuple[str, tuple[ClientToolCall, ...]]:

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from itertools import chain
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
+from meshrl.common.chat_templates import ENDS_OF_THOUGHT, drops_thoughts
 from meshrl.contract.errors import CapacityError, InfraError, MeshError, UserError
 from meshrl.contract.rows import parts_column, posted_column
 from meshrl.contract.types import (
@@ -72,7 +75,7 @@ class Branch(StrEnum):
     ONLY = "only"
     """There may be only one: a request that does not continue the last answer is refused."""
     EACH = "each"
-    """All of them, one behind the other, each trained by itself."""
+    """All branches, one behind the other, each trained by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +84,7 @@ class SessionRules:
 
     branch: Branch = Branch.LAST
     client_sampling: bool = False
-    """Use the temperature and top_p of requests instead of the task's."""
+    """Use the parameters of the distribution that requests have instead of the task's."""
     tools_unseen: bool = False
     """Accept tools that the prompt does not show."""
     concurrent: int = 16
@@ -144,6 +147,8 @@ class AgentSession:
         self._engine = engine
         self._tokenizer = tokenizer
         self._rules = rules or SessionRules()
+        self._dropping: frozenset[str] | None = None
+        """The roles before which the chat template leaves thoughts out; None: not tried yet."""
         self._streams: list[AnswerStream] = []
         self._ended = ""
 
@@ -151,6 +156,11 @@ class AgentSession:
     def ended(self) -> str:
         """Why no more requests are accepted; empty while they are."""
         return self._ended
+
+    @property
+    def client_sampling(self) -> bool:
+        """Whether requests choose the distribution."""
+        return self._rules.client_sampling
 
     @property
     def full(self) -> str:
@@ -214,7 +224,7 @@ class AgentSession:
         names = {turn.conversation for turn in self._turns}
         if len(names) > 1:
             raise InfraError(
-                f"the agent ended without a word on which of {len(names)} conversations is the row"
+                f"the agent ended and did not say which of {len(names)} conversations is the row"
             )
         chosen = self._chosen()
         if chosen is None:
@@ -252,7 +262,7 @@ class AgentSession:
 
     @property
     def _turns(self) -> list[RecordedTurn]:
-        """Those of the conversation that becomes the row, in the order in which they ended."""
+        """Turns of the conversation that becomes the row, in the order in which they ended."""
         name = self.conversation
         return [turn for turn in self.history.turns if name is None or turn.conversation == name]
 
@@ -260,9 +270,24 @@ class AgentSession:
         return request.conversation if self._rules.conversations else ""
 
     def _find_chat(self, request: SessionRequest) -> TreePlace:
-        return self.history.find_chat(
+        """The conversation that a request continues.
+
+        Where each branch is trained, a request for which the chat template leaves earlier thoughts out begins another
+        one, behind what the model is shown wherever it is served.
+        """
+        place = self.history.find_chat(
             request.messages, request.tools, conversation=self._name(request)
         )
+        if place.turn is None or self._rules.branch is not Branch.EACH:
+            return place
+        text = self._tokenizer.decode_all(self._conversation(place.turn).tokens.tolist())
+        if not any(end in text for end in ENDS_OF_THOUGHT):
+            return place
+        if self._dropping is None:
+            render = partial(self._tokenizer.render, generation=False)
+            self._dropping = drops_thoughts(render)
+        roles = {str(message.get("role")) for message in request.messages[place.known :]}
+        return replace(place, turn=None, known=0) if roles & self._dropping else place
 
     def _admit(self, request: SessionRequest) -> None:
         if self._ended:
@@ -275,6 +300,9 @@ class AgentSession:
             why = f"the session has had its {self._rules.requests} requests"
             self._full[self._name(request)] = why
             raise SessionEndedError(why)
+        if request.sampling.get("logit_bias") and not self.client_sampling:
+            why = "the policy is sampled as it is trained, without client_sampling"
+            raise UserError(f"logit_bias must be empty: {why}", param="logit_bias")
 
     def _observed(self, request: SessionRequest) -> tuple[TreePlace, Observed]:
         """The conversation that a chat request continues, and its new messages. Raises UserError."""
@@ -406,7 +434,10 @@ class AgentSession:
     def _request(self, asked: SessionRequest, conversation: Conversation) -> GenerateRequest:
         # The id of the first request is the uid, of which checkpoints are kept; others have draws of their own.
         name = f"{self.uid}/{self.asked}" if self.asked else str(self.uid)
-        return replace(conversation.request(self._sampling(asked)), request_id=name)
+        request = conversation.request(self._sampling(asked))
+        if asked.prompt_top is not None and request.media:
+            raise UserError("prompt_logprobs: not supported for a prompt with images")
+        return replace(request, request_id=name, prompt_top=asked.prompt_top)
 
     def _sampling(self, asked: SessionRequest) -> SamplingParams:
         """The task's, so that training and sampling agree. Lengths and stops do not change the distribution."""
@@ -416,13 +447,7 @@ class AgentSession:
         )
         stop = (*task.stop, *(stop for stop in asked.stop if stop not in task.stop))
         sampling = replace(task, max_tokens=most, stop=stop)
-        if not self._rules.client_sampling:
-            return sampling
-        return replace(
-            sampling,
-            temperature=task.temperature if asked.temperature is None else asked.temperature,
-            top_p=task.top_p if asked.top_p is None else asked.top_p,
-        )
+        return replace(sampling, **asked.sampling) if self.client_sampling else sampling
 
     def _beginning(self, prompt: Sequence[int], media: tuple[Media, ...]) -> Conversation:
         ids: Int32 = np.array(prompt, dtype=np.int32)
@@ -470,6 +495,15 @@ class Gateway(Protocol):
 
     def opened(self, session: AgentSession) -> AbstractContextManager[Address]:
         """Accept requests for `session` during the context."""
+        ...
+
+    def bound(
+        self, address: Address, listener: socket.socket
+    ) -> AbstractAsyncContextManager[Address]:
+        """Let whoever connects to `listener` sample for the session at `address`, and do nothing else.
+
+        Yields the address for them, whose key is no secret.
+        """
         ...
 
     def hand_over(self, session: AgentSession, address: Address) -> bool:

@@ -12,15 +12,14 @@ import os
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import PositiveInt
 from typing_extensions import override
 
 from meshrl.common.config import Machine, read_options
 from meshrl.common.device_lease import DeviceShare
 from meshrl.contract.errors import InfraError, MeshError, UserError
-from meshrl.contract.types import OnUpdate, Version
+from meshrl.contract.types import OnUpdate, SamplingParams, Version
 from meshrl.images import PROCESSORS, ImageProcessor, processor_class
 from meshrl.rollout.server_engine.checkpoint import CheckpointFacts
 from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
@@ -37,18 +36,17 @@ from meshrl.rollout.server_engine.kind import (
     processed,
 )
 from meshrl.rollout.server_engine.request import ServerRequest
-from meshrl.rollout.server_engine.response import Chunk
+from meshrl.rollout.server_engine.response import Chunk, told_prompt
 from meshrl.rollout.server_engine.sglang_messages import (
     EventReader,
     ServerFacts,
     image_data,
     named_empty_tensor,
+    places,
+    prompt_body,
     request_body,
 )
 from meshrl.rollout.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from meshrl.rollout.native_updates.sglang import GroupSender
 
 log = logging.getLogger(__name__)
 
@@ -82,16 +80,24 @@ class Config(ServerConfig):
     joint_cut: ClassVar[bool] = True
     pictures: ClassVar[bool] = True
 
-    update: Literal["staged", "disk", "native"] = "staged"
+    update: Literal["staged", "disk"] = "staged"
     """How the server gets a version: `staged`: every rank reads the staged file, through our loader that the server
-    was started with; `disk`: the same file through /update_weights_from_disk, without that loader; `native`: this
-    process broadcasts it through the server's own process group, which needs no common file system."""
-    group_address: str = "127.0.0.1"
-    """For `native`: the address at which the server's ranks find this process."""
-    group_backend: Literal["nccl", "gloo"] = "nccl"
-    """For `native`: `gloo` is for machines without GPUs."""
-    bucket_bytes: PositiveInt = 512 << 20
-    """For `native`: bytes of one broadcast."""
+    was started with; `disk`: the same file through /update_weights_from_disk, without that loader."""
+
+    @override
+    def unable(self, sampling: SamplingParams) -> Iterator[tuple[str, str]]:
+        if sampling.repetition_penalty != 1:
+            yield (
+                "repetition_penalty",
+                f"{sampling.repetition_penalty}, and SGLang counts the tokens of the response alone, and forgets them"
+                " where it is continued; want 1, or the engine torch or vllm",
+            )
+        if sampling.temperature and sampling.min_p and sampling.top_p < 1:
+            yield (
+                "min_p",
+                f"{sampling.min_p} with top_p {sampling.top_p}: SGLang cuts by top_p first, the others by min_p,"
+                " which are two distributions; want one of the two alone",
+            )
 
     @override
     def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
@@ -190,6 +196,9 @@ class SglangServer(ServerKind["SglangClient"]):
         return (
             "--model-path",
             str(checkpoint.path),
+            # Its own choice, the path, must not have a colon, and those of callers' checkpoints do.
+            "--served-model-name",
+            "policy",
             "--host",
             "127.0.0.1",
             "--port",
@@ -227,7 +236,6 @@ class SglangServer(ServerKind["SglangClient"]):
             update=config.update,
             silence_s=config.silence_s,
             update_s=config.update_s,
-            sender=_sender(config) if config.update == "native" else None,
             adapters=config.max_lora_rank > 0,
         )
 
@@ -306,27 +314,12 @@ class SglangServer(ServerKind["SglangClient"]):
             raise UserError(
                 f"{where} with --dp-size {info['dp_size']}: it refuses weights; want one server a replica"
             )
-        if int(info.get("pp_size") or 1) > 1 and self._config.update == "native":
-            raise UserError(
-                f"{where} with --pp-size {info['pp_size']}: its weight-update group knows tensor-parallel ranks only"
-            )
         if self._config.return_routed_experts and not info.get("enable_return_routed_experts"):
             raise UserError(f"{where} without {ROUTED_EXPERTS}")
         if info.get("weight_cache_mode", "off") != "off":
             raise UserError(
                 f"{where} with --weight-cache-mode {info['weight_cache_mode']}: it refuses weights; want off"
             )
-
-
-def _sender(config: Config) -> GroupSender:
-    from meshrl.rollout.native_updates.sglang import GroupSender  # imports torch
-
-    return GroupSender(
-        address=config.group_address,
-        backend=config.group_backend,
-        bucket_bytes=config.bucket_bytes,
-        deadline_s=config.update_s,
-    )
 
 
 class SglangClient(HttpClient, AdapterClient):
@@ -340,24 +333,16 @@ class SglangClient(HttpClient, AdapterClient):
         update: str,
         silence_s: float,
         update_s: float,
-        sender: GroupSender | None = None,
         adapters: bool = False,
     ) -> None:
         super().__init__("SGLang", url, key=key, silence_s=silence_s, update_s=update_s)
         self._adapters = ServedAdapters(self) if adapters else None
         self._update = update
-        self._sender = sender
         self.facts = ServerFacts(
             ranks=1, overlaps=True, increments=False, eos_token_ids=(), vocab_size=1, mask_tokens=1
         )
         """Set by the check at the start."""
         self._asleep = False
-
-    async def close(self) -> None:
-        """Leave a weight-update group, free the connections."""
-        if self._sender is not None:
-            await self._sender.close()
-        await super().close()
 
     async def label(self) -> str:
         """The version label that the server currently stamps on tokens. Raises what `call` does."""
@@ -394,10 +379,7 @@ class SglangClient(HttpClient, AdapterClient):
             await self._load_from_disk(directory, version)
         else:
             await self.call("POST", "/begin_weight_update", json={})
-            if self._sender is not None:
-                await self._sender.send(self, directory, version, ranks=self.facts.ranks)
-            else:
-                await self._load_staged(directory, version)
+            await self._load_staged(directory, version)
             await self.call("POST", "/end_weight_update", json={})
         if self._asleep:
             await self.call("POST", "/resume_memory_occupation", json={"tags": CACHE})
@@ -472,18 +454,27 @@ class SglangClient(HttpClient, AdapterClient):
             made = await asyncio.to_thread(image_data, request.pictures, len(request.token_ids))
             body["image_data"] = [made]
         if self._adapters is None:
-            chunks = self._chunks(request_id, body)
+            chunks = self._chunks(request, body)
         else:
-            adapter = self._adapters.newest
+            adapter = request.adapter or self._adapters.newest
             named = {"lora_path": adapter} if adapter else {}
-            chunks = self._adapters.labelled(adapter, self._chunks(request_id, {**body, **named}))
+            chunks = self._adapters.labelled(adapter, self._chunks(request, {**body, **named}))
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
 
     async def _chunks(
-        self, request_id: str, body: Mapping[str, Any]
+        self, request: ServerRequest, body: Mapping[str, Any]
     ) -> AsyncGenerator[Chunk, None]:
+        if request.prompt_top is not None and request.pictures:
+            # Its log-probs are those of numbers in place of the prompt's pictures.
+            raise UserError("prompt_logprobs: SGLang tells none of a prompt with pictures")
+        if request.prompt_top is not None:
+            # A request of its own: each event of a stream would tell all of the prompt again.
+            asked = prompt_body(request, body)
+            async with contextlib.aclosing(self.stream("/generate", asked)) as events:
+                async for event in events:
+                    yield told_prompt(asked["input_ids"], places(event), request.prompt_top)
         reader = EventReader(
             increments=self.facts.increments,
             cut=body["return_sampling_mask"],
@@ -500,7 +491,7 @@ class SglangClient(HttpClient, AdapterClient):
             if not ended:
                 # The server notices a closed connection seconds later, or with the next token.
                 with contextlib.suppress(MeshError):
-                    await self.abort(request_id, wait_s=ABORT_S)
+                    await self.abort(body["rid"], wait_s=ABORT_S)
 
     async def abort(self, request_id: str, *, wait_s: float | None = None) -> None:
         """End a request, and every other whose id begins with `request_id`; its stream gets a last chunk."""

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import functools
 import io
+import json
 import os
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -21,10 +22,11 @@ from pydantic import Field, JsonValue, PositiveFloat, PositiveInt
 from typing_extensions import override
 
 from meshrl.common import plugins
-from meshrl.common.config import read_options
+from meshrl.common.config import Config as BaseConfig
+from meshrl.common.config import Machine, read_options
 from meshrl.common.device_lease import DeviceShare
 from meshrl.contract.errors import InfraError, UserError
-from meshrl.contract.types import OnUpdate, Version
+from meshrl.contract.types import OnUpdate, SamplingParams, Version
 from meshrl.rollout.native_updates.vllm import NativeSender, RootBuilder
 from meshrl.rollout.server_engine.checkpoint import CheckpointFacts
 from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
@@ -40,7 +42,7 @@ from meshrl.rollout.server_engine.kind import (
     processed,
 )
 from meshrl.rollout.server_engine.request import Picture, ServerRequest
-from meshrl.rollout.server_engine.response import Chunk
+from meshrl.rollout.server_engine.response import Chunk, told_prompt
 from meshrl.rollout.tokenizer import Tokenizer
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -75,7 +77,9 @@ tokenizer."""
 PLUGIN_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 ADAPTER_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM takes."""
+"""Ranks that vLLM accepts."""
+MOST_GUESSES = 128
+"""Guesses of a step that its sampler takes."""
 CHILD_ENVIRONMENT = {
     # On a CPU: a second engine would be pinned to the first one's cores, and idle OpenMP threads spin.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -101,6 +105,28 @@ PAUSE = {
 """`keep` with `clear_cache` preempts running requests: their cache is recomputed under the new weights."""
 
 
+class Speculative(BaseConfig):
+    """Tokens that are guessed, and then computed side by side in one step, for a server that is started here.
+
+    A guess is kept as often as the policy would have sampled it, so the distribution and its log-probs stay those of
+    the policy.
+    """
+
+    tokens: int = Field(default=4, ge=1, le=MOST_GUESSES)
+    """Guesses of a step."""
+    longest_ngram: PositiveInt = 4
+    """Longest n-gram: guesses are what followed the last tokens where prompt or response had them before."""
+    draft: Path | None = None
+    """A checkpoint of a small model with the policy's tokenizer, which guesses instead and is never updated."""
+
+    def arguments(self) -> Sequence[str]:
+        """Server arguments."""
+        how: dict[str, object] = {"method": "ngram", "prompt_lookup_max": self.longest_ngram}
+        if self.draft is not None:
+            how = {"method": "draft_model", "model": str(self.draft)}
+        return "--speculative-config", json.dumps({**how, "num_speculative_tokens": self.tokens})
+
+
 class Config(ServerConfig):
     """`rollout.engine` for `rollout.name: vllm`."""
 
@@ -118,6 +144,25 @@ class Config(ServerConfig):
     """For `native`: deadline for meeting the server's ranks, in seconds."""
     root: str = "meshrl.weights.nccl.root"
     """For `native`: the module whose `build` makes rank 0."""
+    speculative: Speculative | None = None
+    """Guess tokens, and compute several in one step: {} guesses by n-grams. Faster where few rows run and responses
+    repeat themselves or their prompts."""
+
+    @override
+    def unable(self, sampling: SamplingParams) -> Iterator[tuple[str, str]]:
+        for key, off in (("min_p", 0), ("logit_bias", {})):
+            if self.speculative is not None and getattr(sampling, key):
+                yield (
+                    key,
+                    f"vLLM takes none with rollout.engine.speculative; want {off}, or no guesses",
+                )
+
+    @override
+    def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
+        yield from super().faults(machine, model)
+        draft = self.speculative and self.speculative.draft
+        if draft and self.url is None and not machine.json(draft / "config.json"):
+            yield "speculative.draft", f"no checkpoint in {draft}"
 
 
 def build(
@@ -185,6 +230,7 @@ class VllmServer(ServerKind["VllmClient"]):
             *ARGUMENTS,
             *routed_experts,
             *quantization_arguments(self._config),
+            *(self._config.speculative.arguments() if self._config.speculative else ()),
             *share_arguments(DeviceShare.of()),
             *adapter_arguments(self._config.max_lora_rank),
             *self._config.extra_args,
@@ -363,16 +409,32 @@ class VllmClient(HttpClient, AdapterClient):
         if request.pictures:
             body["features"] = await asyncio.to_thread(features, request.pictures, salt)
         if self._adapters is None:
-            chunks = self._chunks(body)
+            chunks = self._chunks(request, body)
         else:
-            adapter = self._adapters.newest
+            adapter = request.adapter or self._adapters.newest
             named = {"model": adapter} if adapter else {}
-            chunks = self._adapters.labelled(adapter, self._chunks({**body, **named}))
+            chunks = self._adapters.labelled(adapter, self._chunks(request, {**body, **named}))
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
 
-    async def _chunks(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
+    async def _chunks(
+        self, request: ServerRequest, body: Mapping[str, Any]
+    ) -> AsyncGenerator[Chunk, None]:
+        if request.prompt_top is not None:
+            # A request of its own: streams tell nothing of prompts.
+            wanted = {"max_tokens": 1, "prompt_logprobs": request.prompt_top}
+            tokens = request.token_ids[: request.prompt_length]
+            asked = {
+                **body,
+                "request_id": f"{body['request_id']}-prompt",
+                "token_ids": tokens,
+                "sampling_params": {**body["sampling_params"], **wanted},
+                "stream": False,
+            }
+            async with contextlib.aclosing(self.stream(GENERATE, asked)) as events:
+                async for event in events:
+                    yield told_prompt(tokens, _places(event), request.prompt_top)
         async with contextlib.aclosing(self.stream(GENERATE, body)) as events:
             async for event in events:
                 yield _chunk(event)
@@ -436,6 +498,9 @@ def sampling_params(request: ServerRequest) -> Mapping[str, Any]:
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": request.top_k,
+        "min_p": request.min_p,
+        "repetition_penalty": request.repetition_penalty,
+        "logit_bias": {str(token): bias for token, bias in request.logit_bias.items()} or None,
         "max_tokens": request.max_tokens,
         "seed": request.seed if request.temperature else None,
         "stop_token_ids": list(request.stop_token_ids),
@@ -485,7 +550,7 @@ def _items(picture: Picture, salt: str) -> Iterator[_PictureItem]:
         data = _packed({"pixel_values": image.pixels}, {"image_grid_thw": image.grid})
         yield _PictureItem(name=name, start=picture.start, num_tokens=picture.num_tokens, data=data)
         return
-    # Features stand side by side in an item, and other tokens between tiles: each tile is an item.
+    # Features of an item are adjacent, and other tokens are between tiles: each tile is an item.
     tiles = image.embeds.reshape(len(image.pixels), -1)
     for number, (pixels, places) in enumerate(zip(image.pixels, tiles, strict=True)):
         seen = np.ones((1, *pixels.shape[1:]), dtype=np.bool_)
@@ -537,6 +602,15 @@ def _chunk(event: Mapping[str, Any]) -> Chunk:
         else [(span["version"], span["start"], span["end"]) for span in spans],
         experts=routed_experts(choice.get("routed_experts")),
     )
+
+
+def _places(event: Mapping[str, Any]) -> list[dict[int, float]]:
+    """Log-probs at each place of a prompt but the first."""
+    told = event.get("prompt_logprobs") or [None]
+    return [
+        {int(token): float(each["logprob"]) for token, each in (place or {}).items()}
+        for place in told[1:]
+    ]
 
 
 def routed_experts(encoded: str | None) -> npt.NDArray[Any] | None:

@@ -69,7 +69,7 @@ class BroadcastRoot(Protocol):
 
     @property
     def alive(self) -> bool:
-        """It can still broadcast."""
+        """Whether it can still broadcast."""
         ...
 
     async def unique_id(self) -> bytes:
@@ -81,7 +81,7 @@ class BroadcastRoot(Protocol):
         ...
 
     async def broadcast(self, parts: Sequence[Uint8], deadline_s: float) -> None:
-        """The parts back to back, as one broadcast of uint8."""
+        """Send the parts back to back, as one broadcast of uint8."""
         ...
 
     def abort(self) -> None:
@@ -177,7 +177,7 @@ class NativeSender:
 
 
 async def _both(call: Coroutine[Any, Any, object], collective: Coroutine[Any, Any, None]) -> None:
-    """A call to the server and the collective that it starts; the first failure cancels the other.
+    """Run a call to the server and the collective that it starts; the first failure cancels the other.
 
     If both have failed, the server's error is raised.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping
 from typing import Protocol, Self
@@ -9,6 +10,8 @@ from typing import Protocol, Self
 from meshrl.common import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.rollout.agents.session import Gateway
+from meshrl.rollout.config import ContainersConfig
+from meshrl.rollout.containers.pool import Pool, build_backend
 from meshrl.rollout.ports import Program
 
 PROGRAMS = "meshrl.rollout.programs"
@@ -18,7 +21,10 @@ class ProgramBuilder(Protocol):
     """The `build` of a module in `meshrl.rollout.programs`, for programs with options or a gateway."""
 
     def __call__(self, options: Mapping[str, object], *, gateway: Gateway | None) -> Program:
-        """A program; its `start` and `aclose` are awaited if it has them. Raises ConfigError for wrong options."""
+        """A program; its `start` and `aclose` are awaited if it has them. Raises ConfigError for wrong options.
+
+        Where the module has `BOXES = True`, it is given `boxes` too: the worker's `containers.pool.Pool`, started.
+        """
         ...
 
 
@@ -34,11 +40,15 @@ class ProgramCache:
         options: Mapping[str, object] | None = None,
         *,
         gateway: Gateway | None = None,
+        containers: ContainersConfig | None = None,
     ) -> None:
         """`options` are for the program `name`; other programs are built without options."""
         self._name = name
         self._options = options or {}
         self._gateway = gateway
+        self._containers = containers or ContainersConfig()
+        self.boxes: Pool | None = None
+        """The containers of the recipe's program; None: it has none."""
         self._built: dict[str, Program] = {}
         self._external = False
 
@@ -64,6 +74,8 @@ class ProgramCache:
             ConfigError: as `get`.
         """
         program = self.get(self._name)
+        if self.boxes is not None:
+            await self.boxes.start()
         start = getattr(program, "start", None)
         if start is not None:
             await start()
@@ -83,6 +95,8 @@ class ProgramCache:
             close = getattr(program, "aclose", None)
             if close is not None:
                 await close()
+        if self.boxes is not None:
+            await self.boxes.close()
 
     def _build(self, name: str) -> Program:
         plugins.check_admitted(PROGRAMS, name, [self._name], "rollout.program")
@@ -90,6 +104,9 @@ class ProgramCache:
         options = self._options if name == self._name else {}
         if hasattr(module, "build"):
             build: ProgramBuilder = module.build
+            if getattr(module, "BOXES", False):
+                self.boxes = self.boxes or Pool(build_backend(self._containers), self._containers)
+                build = functools.partial(module.build, boxes=self.boxes)
             return build(options, gateway=self._gateway)
         if options:
             raise ConfigError(

@@ -20,6 +20,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from meshrl.common.config import Config as BaseConfig
 from meshrl.common.config import read_options
+from meshrl.common.user_functions import check_function
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Outcome, PostedReward, Task, Uid
 from meshrl.rollout.agents.agent import (
@@ -34,7 +35,6 @@ from meshrl.rollout.agents.agent_server import AgentServer
 from meshrl.rollout.agents.session import Address, AgentSession, Branch, Gateway, SessionRules
 from meshrl.rollout.ports import Generator, GiveBackError, Program, Rollout
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
-from meshrl.rollout.user_functions import check_function
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,28 @@ USES_GATEWAY = True
 """The worker opens a gateway, and rows may come with a reward."""
 
 
-class Config(BaseConfig):
+class SessionConfig(BaseConfig):
+    """Options of every session, whoever leads it."""
+
+    branch: Branch = Branch.LAST
+    """Which branch of a conversation with several becomes the row: `last` (with the last answer), `longest` (with the
+    most sampled tokens), `only` (a request that begins another branch is refused), or `each`: all of them, every one
+    trained behind the history that it had (docs/how-to/train-an-agent.md)."""
+    client_sampling: bool = False
+    """Use `temperature`, `top_p`, `min_p`, `repetition_penalty` and `logit_bias` of requests. Otherwise those of
+    `rollout` are used, under which the trainer computes log-probs."""
+    tools_unseen: bool = False
+    """Accept `tools` also if the chat template does not show them: the policy knows them from earlier training."""
+    on_agent_error: Literal["infra_fault", "policy_fault"] = "infra_fault"
+    """The outcome of a row whose agent fails: a fault of the infrastructure, and the row is tried again, or of the
+    policy, and the row is trained on."""
+    concurrent: PositiveInt = 16
+    """Requests of one session that may run at once; further ones are answered with 429."""
+    max_requests: PositiveInt = 1024
+    """Requests of one session in total."""
+
+
+class Config(SessionConfig):
     """`rollout.program_options` for `rollout.program: openai`."""
 
     function: str = ""
@@ -57,22 +78,6 @@ class Config(BaseConfig):
     """Additional environment variables of `command`."""
     cwd: Path | None = None
     """Working directory of `command`."""
-    branch: Branch = Branch.LAST
-    """Which branch of a conversation with several becomes the row: `last` (with the last answer), `longest` (with the
-    most sampled tokens), `only` (a request that begins another branch is refused), or `each`: all of them, every one
-    trained behind the history that it had (docs/how-to/train-an-agent.md)."""
-    client_sampling: bool = False
-    """Use the `temperature` and `top_p` of requests. Otherwise those of `rollout` are used, under which the trainer
-    computes log-probs."""
-    tools_unseen: bool = False
-    """Accept `tools` also if the chat template does not show them: the policy knows them from earlier training."""
-    on_agent_error: Literal["infra_fault", "policy_fault"] = "infra_fault"
-    """The outcome of a row whose agent fails: a fault of the infrastructure, and the row is tried again, or of the
-    policy, and the row is trained on."""
-    concurrent: PositiveInt = 16
-    """Requests of one session that may run at once; further ones are answered with 429."""
-    max_requests: PositiveInt = 1024
-    """Requests of one session in total."""
 
     @model_validator(mode="after")
     def _one_agent(self) -> Self:
@@ -96,11 +101,11 @@ def build(options: Mapping[str, object], *, gateway: Gateway | None) -> Program:
     config = read_options(Config, options, where="rollout.program_options")
     if gateway is None:
         raise ConfigError("the program openai needs a gateway, and only a rollout service has one")
-    return OpenAIProgram(config, gateway)
+    return OpenAIProgram(config, gateway, _agent(config))
 
 
 def _agent(config: Config) -> Agent | None:
-    """Who leads the conversations; None: whoever claims them. Raises ConfigError."""
+    """The agent that leads the conversations; None: any client may claim them. Raises ConfigError."""
     if config.function:
         return FunctionAgent(config.function)
     if config.command:
@@ -112,15 +117,20 @@ class OpenAIProgram(Program):
     """One session of an agent a row."""
 
     def __init__(
-        self, config: Config, gateway: Gateway, scoring_agent: Agent | None = None
+        self,
+        config: SessionConfig,
+        gateway: Gateway,
+        agent: Agent | None,
+        *,
+        scores_all: bool = False,
     ) -> None:
-        """`scoring_agent` leads instead of the agent of `config`, names its conversations, and scores every row."""
-        self.external = config.external
+        """`agent` leads, or who claims a session; one that `scores_all` names its conversations, too."""
+        self.external = agent is None
         """Rows are leased when external agents request them."""
         self._config = config
         self._gateway = gateway
-        self._agent = scoring_agent or _agent(config)
-        self._scores_all = scoring_agent is not None
+        self._agent = agent
+        self._scores_all = scores_all
         self._rules = SessionRules(
             branch=config.branch,
             client_sampling=config.client_sampling,
@@ -204,7 +214,7 @@ class OpenAIProgram(Program):
             return Outcome.TRUNCATED
         if failure is None:
             return None
-        if self._config.on_agent_error == "policy_fault":
+        if session.history.turns and self._config.on_agent_error == "policy_fault":
             log.info("%s: the agent failed: %s", session.uid, failure)
             return Outcome.POLICY_FAULT
         raise failure

@@ -16,6 +16,7 @@ import numpy as np
 
 from meshrl.common import plugins, tracing
 from meshrl.common.config import read_options
+from meshrl.common.user_functions import check_function
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Int32, Json, Task, Uid
 from meshrl.images.messages import has_pictures, with_parts
@@ -26,8 +27,7 @@ from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer, look_at, picture_
 from meshrl.rollout.tools.ports import ToolCall, ToolCaller
 from meshrl.rollout.tools.ports import ToolsConfig as Config
 from meshrl.rollout.tools.search import check_folder
-from meshrl.rollout.tools.toolbox import TaskTools, ToolBuilder, named_tools
-from meshrl.rollout.user_functions import check_function
+from meshrl.rollout.tools.toolbox import TaskTools, ToolBuilder, ToolOffer, named_tools
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +52,17 @@ def build(options: Mapping[str, object], *, gateway: Gateway | None = None) -> T
 class ToolProgram(Program):
     """One conversation with tools a row."""
 
-    def __init__(self, config: Config) -> None:
-        """Raises ConfigError for an unknown format or a function that is no tool."""
+    def __init__(self, config: Config, own: Sequence[ToolOffer] = ()) -> None:
+        """`own` are tools beside the recipe's.
+
+        Raises:
+            ConfigError: an unknown format, or a function that is no tool.
+        """
         self._config = config
         self._parse = load_format(config.format)
         self._observation: str = plugins.constant(FORMATS, config.format, "OBSERVATION", "")
         self._stop = (*config.stop, *plugins.constant(FORMATS, config.format, "STOP", ()))
-        self._builder = ToolBuilder(config)
+        self._builder = ToolBuilder(config, own)
         self._warned = False
 
     async def start(self) -> None:

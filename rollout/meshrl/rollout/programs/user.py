@@ -17,6 +17,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pydantic import Field, PositiveInt
@@ -24,6 +25,7 @@ from typing_extensions import override
 
 from meshrl.common.config import Config as BaseConfig
 from meshrl.common.config import read_options
+from meshrl.common.user_functions import check_function, load_function
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.rows import posted_column
 from meshrl.contract.types import POSTED_REWARD, Outcome, SamplingParams, Task, Uid
@@ -33,7 +35,6 @@ from meshrl.rollout.agents.session import Gateway
 from meshrl.rollout.conversation import Budget, ChatMessage, Conversation
 from meshrl.rollout.ports import Generator, Program, Rollout
 from meshrl.rollout.tokenizer import Tokenizer
-from meshrl.rollout.user_functions import check_function, load_function
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class Session:
         Args:
             content: Its text; `<image>` stands for a picture.
             role: Who says it.
-            images: Pictures for a model that reads some: bytes of files, or pictures of Pillow. They stand at the
+            images: Images for a vision-language model: bytes of files, or pictures of Pillow. They stand at the
                 marks, or before a text without any.
 
         Raises:
@@ -135,6 +136,10 @@ class Session:
             raise self._end("length")
         return await self.reply()
 
+    def row(self, *, outcome: Outcome | None = None) -> Rollout:
+        """The conversation so far as a row; `outcome` replaces that of its end."""
+        return self._conversation.rollout(self.ended or None, outcome=outcome)
+
     def _check_not_full(self) -> None:
         if self._conversation.full:
             raise self._end("max_turns" if self._conversation.left else "length")
@@ -150,25 +155,16 @@ def build(options: Mapping[str, object], *, gateway: Gateway | None = None) -> P
     function = load_function(config.function, KEY)
     parameters = _parameters(function, config.function)
     if parameters == 4:
-        return FunctionProgram(function, config.function)
+        return partial(_whole, function, config.function)
     return SessionProgram(function, config)
 
 
-class FunctionProgram(Program):
-    """A function that returns the whole row."""
-
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
-        self._function = function
-        self._name = name
-
-    @override
-    async def __call__(
-        self, task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer
-    ) -> Rollout:
-        rollout = await self._function(task, uid, engine, tokenizer)
-        if not isinstance(rollout, Rollout):
-            raise UserError(f"{self._name} returned {type(rollout).__name__}, want a Rollout")
-        return rollout
+async def _whole(function: Callable[..., Any], name: str, *given: object) -> Rollout:
+    """The row that a function returns."""
+    rollout = await function(*given)
+    if not isinstance(rollout, Rollout):
+        raise UserError(f"{name} returned {type(rollout).__name__}, want a Rollout")
+    return rollout
 
 
 class SessionProgram(Program):
@@ -192,17 +188,17 @@ class SessionProgram(Program):
         except EndedError as ended:
             if config.posts_reward:
                 log.info("%s: scored 0: %s, and %s returned nothing", uid, ended, config.function)
-            return self._posted(conversation.rollout(session.ended), 0.0)
+            return self._posted(session.row(), 0.0)
         if not conversation.turns:
             raise UserError(f"{config.function} returned before the policy had a turn")
         if config.posts_reward and not isinstance(outcome, Outcome):
-            return self._posted(conversation.rollout(session.ended or None), outcome)
+            return self._posted(session.row(), outcome)
         if outcome is not None and not isinstance(outcome, Outcome):
             name, hint = type(outcome).__name__, ""
             if isinstance(outcome, int | float | Mapping):
                 hint = "; a reward needs rollout.program_options.posts_reward"
             raise UserError(f"{config.function} returned {name}, want None or an Outcome{hint}")
-        return self._posted(conversation.rollout(session.ended or None, outcome=outcome))
+        return self._posted(session.row(outcome=outcome))
 
     def _posted(self, rollout: Rollout, reward: object = None) -> Rollout:
         """The row with its reward, where the run has such a column."""

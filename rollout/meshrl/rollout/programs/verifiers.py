@@ -22,8 +22,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.rollout.agents.agent_server import AgentServer
 from meshrl.rollout.agents.session import Gateway
 from meshrl.rollout.ports import Program
-from meshrl.rollout.programs import openai
-from meshrl.rollout.programs.openai import OpenAIProgram
+from meshrl.rollout.programs.openai import OpenAIProgram, SessionConfig
 
 USES_GATEWAY = True
 OFFLINE = {"HF_HUB_OFFLINE": "1", "UV_OFFLINE": "1"}
@@ -44,12 +43,12 @@ class Config(BaseConfig):
     start_timeout_s: PositiveFloat = 120.0
     """The longest time until the environment is loaded, with its first task."""
     cancel_timeout_s: PositiveFloat = 10.0
-    """How long the process may go on with an episode whose row has ended; then it is killed and started again."""
+    """Seconds that the process may spend on an episode whose row has ended; then it is killed and started again."""
     session: dict[str, Any] = Field(default_factory=dict)
     """Options of the program `openai` for its conversations: `branch`, `concurrent`, `on_agent_error`, …"""
 
     def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
-        """That there is the interpreter."""
+        """Check that the interpreter exists."""
         if not machine.program(self.python):
             yield "python", f"no program {self.python!r} here: make venv-verifiers makes one"
 
@@ -79,14 +78,8 @@ def _command(config: Config, task: str) -> list[str]:
     return [*words, json.dumps(config.env), config.seat]
 
 
-def _session(config: Config) -> openai.Config:
-    leading = {"function", "command", "external", "env", "cwd"}
-    if own := sorted(leading & config.session.keys()):
-        raise ConfigError(
-            f"rollout.program_options.session: {own[0]} is not for the program verifiers"
-        )
-    options = {**config.session, "command": [config.python]}
-    return read_options(openai.Config, options, where="rollout.program_options.session")
+def _session(config: Config) -> SessionConfig:
+    return read_options(SessionConfig, config.session, where="rollout.program_options.session")
 
 
 def build(options: Mapping[str, object], *, gateway: Gateway | None) -> Program:
@@ -102,4 +95,4 @@ def build(options: Mapping[str, object], *, gateway: Gateway | None) -> Program:
         start_timeout_s=config.start_timeout_s,
         cancel_timeout_s=config.cancel_timeout_s,
     )
-    return OpenAIProgram(_session(config), gateway, agent)
+    return OpenAIProgram(_session(config), gateway, agent, scores_all=True)

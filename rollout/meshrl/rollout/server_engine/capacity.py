@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from meshrl.contract.errors import EngineGoneError
 
 RATE_SPAN_S = 1.0
-"""The rate of tokens is measured over so many seconds."""
+"""Seconds over which the rate of tokens is measured."""
 
 
 class ConcurrencyLimit:
@@ -72,7 +72,7 @@ class ConcurrencyLimit:
             self._changed.notify_all()
 
     def end(self, reason: str) -> None:
-        """The engine stops; the first reason is recorded."""
+        """Stop the engine; the first reason is recorded."""
         self.ended = self.ended or reason
 
 
@@ -104,7 +104,7 @@ class CacheCapacity:
         return sequence
 
     def end(self, sequence: RunningRequest, *, finished: bool) -> None:
-        """A request ended; the length of a `finished` one (not aborted, not failed) informs the estimate."""
+        """Count an ended request; the length of a `finished` one (not aborted, not failed) informs the estimate."""
         self._running.discard(sequence)
         if finished:
             self._lengths.append(sequence.length)
@@ -135,7 +135,7 @@ class TokenRate:
         self.total = 0
         """Since the start."""
         self.per_s = 0.0
-        """Over the last full span."""
+        """The rate over the last full span."""
         self._since, self._counted = time.monotonic(), 0
 
     def add(self, tokens: int) -> None:

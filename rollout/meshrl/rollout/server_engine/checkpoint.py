@@ -7,6 +7,7 @@ written unchanged, without building a tensor.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -30,6 +31,9 @@ ADAPTER_FILE = "adapter_config.json"
 """A directory with this file has an adapter, not whole weights."""
 DIGESTS = "meshrl.digests"
 """In a staged file's metadata: JSON, from a tensor's name to its digest."""
+FURTHER = re.compile(r"(model\.)?(mtp\.|(language_model\.)?layers\.(?P<layer>\d+)\.)")
+"""How names begin of layers that predict further tokens, which transformers does not load: they are `mtp`, or come
+after the last of the decoder's layers."""
 NAMES_SHOWN = 4
 """Names listed in an error before it says how many more there are."""
 
@@ -68,19 +72,17 @@ def read_checkpoint(path: Path) -> CheckpointFacts:
     """
     config = _json(path / "config.json")
     text = config.get("text_config") or config  # multimodal models keep the decoder's part there
+    layers = int(text.get("num_hidden_layers") or 0)
     try:
         return CheckpointFacts(
             path=path,
             num_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
-            shapes=_shapes(path),
+            shapes={n: shape for n, shape in _shapes(path).items() if not _further(n, layers)},
             tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
             vocab_size=int(text["vocab_size"]),
             max_length=int(text["max_position_embeddings"]),
             eos_token_ids=eos_token_ids(path),
-            experts=(
-                int(text.get("num_hidden_layers") or 0),
-                int(text.get("num_experts_per_tok") or 0),
-            ),
+            experts=(layers, int(text.get("num_experts_per_tok") or 0)),
             images=shared_processor(path) if reads_images(path) else None,
         )
     except KeyError as error:
@@ -248,6 +250,11 @@ def _shapes(path: Path) -> Shapes:
             raise UserError(f"{path / file}: unreadable weights: {error}") from error
     # Old Llama checkpoints store the rotary frequencies, which follow from config.json.
     return {name: shape for name, shape in shapes.items() if not name.endswith(".inv_freq")}
+
+
+def _further(name: str, layers: int) -> bool:
+    found = FURTHER.match(name)
+    return found is not None and (found["layer"] is None or int(found["layer"]) >= layers > 0)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshrl.common.config import Config as BaseConfig
 from meshrl.common.config import Environment, Machine
+from meshrl.contract.types import SamplingParams
 from meshrl.rollout.config import longer_than
 
 
@@ -23,6 +24,10 @@ class ServerConfig(BaseConfig):
 
     pictures: ClassVar[bool] = False
     """The server is given the pictures of a prompt."""
+
+    def unable(self, sampling: SamplingParams) -> Iterator[tuple[str, str]]:
+        """Parameters under which the server gives other log-probs or tokens than other engines, and how."""
+        yield from ()
 
     url: str | None = None
     """The address of a server that runs already; docs/reference/engines.md says how to start one."""
@@ -66,7 +71,7 @@ class ServerConfig(BaseConfig):
     update_s: PositiveFloat = 600.0
     """Deadline of each step of a weight update, in seconds."""
     silence_s: PositiveFloat = 600.0
-    """A running request has failed when no token arrives for so many seconds."""
+    """Seconds without a token after which a running request has failed."""
     restarts: NonNegativeInt = 3
     """How often in a row the server is restored, with no response finished in between, before the engine stops."""
 

@@ -32,7 +32,14 @@ from meshrl.contract.errors import (
     NotFoundError,
     UserError,
 )
-from meshrl.contract.ports import AdapterSink, DeviceReceiver, Engine, LendingSink, LentBucket
+from meshrl.contract.ports import (
+    AdapterSink,
+    DeviceReceiver,
+    Engine,
+    LendingSink,
+    LentBucket,
+    LocatedSink,
+)
 from meshrl.contract.types import (
     EngineStats,
     GenerateDelta,
@@ -72,7 +79,7 @@ log = logging.getLogger(__name__)
 Push: TypeAlias = Callable[[GenerateDelta | MeshError], None]
 
 
-class ServerEngine(Engine, AdapterSink, LendingSink):
+class ServerEngine(Engine, AdapterSink, LendingSink, LocatedSink):
     """One server, and what is asked of it."""
 
     def __init__(
@@ -132,6 +139,11 @@ class ServerEngine(Engine, AdapterSink, LendingSink):
         return self._server.client.url
 
     @property
+    @override
+    def where(self) -> str:
+        return self._server.where
+
+    @property
     def max_model_len(self) -> int:
         """Prompt and response tokens that one request may have."""
         return self._config.max_model_len or self._loaded().max_length
@@ -176,8 +188,27 @@ class ServerEngine(Engine, AdapterSink, LendingSink):
         if self._staging is not None:
             await asyncio.to_thread(self._staging.close)
 
-    def generate(self, request: GenerateRequest) -> TokenStream:
-        """Sample one response. Raises UserError, when iterated, for a request that cannot be run."""
+    async def add_adapter(self, directory: Path) -> str:
+        """Serve the adapter in `directory` beside all versions; the name by which `generate` takes it.
+
+        Raises:
+            MeshError: the server does not take it.
+        """
+        async with self._server_lock:
+            self._limit.check()
+            if not self._up:
+                await self._recover()
+            return await self._server.add_adapter(directory)
+
+    async def remove_adapter(self, name: str) -> None:
+        """Remove an adapter that no request names any more."""
+        await self._server.remove_adapter(name)
+
+    def generate(self, request: GenerateRequest, *, adapter: str = "") -> TokenStream:
+        """Sample one response. Raises UserError, when iterated, for a request that cannot be run.
+
+        `adapter`: the name of one that was added; empty: the served version answers.
+        """
         stream = TokenStream()
         push = stream.push
         try:
@@ -188,6 +219,7 @@ class ServerEngine(Engine, AdapterSink, LendingSink):
                 self._loaded(),
                 max_length=self.max_model_len,
                 finds_strings=self._tokenizer is not None,
+                adapter=adapter,
             )
             if reason := ended_before(request, server_request, self._stop_strings(request)):
                 push(end_delta(self._version, reason))
@@ -204,9 +236,19 @@ class ServerEngine(Engine, AdapterSink, LendingSink):
         return stream
 
     @property
+    def most_lora_rank(self) -> int:
+        """Largest rank of an adapter; 0: it serves none."""
+        return self._config.max_lora_rank
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has stopped and will not restart."""
+        return self._limit.ended is not None
+
+    @property
     @override
     def serves_adapters(self) -> bool:
-        return self._config.max_lora_rank > 0
+        return self.most_lora_rank > 0
 
     async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
         """Write a version to the staging directory; see `WeightSink.stage_weights`."""
@@ -234,7 +276,7 @@ class ServerEngine(Engine, AdapterSink, LendingSink):
 
     @override
     async def stage_lent(self, manifest: WeightManifest, digests: Sequence[str]) -> None:
-        """The server's loader finds out what lies where."""
+        """Stage a version in lent memory; the server's loader finds its tensors there."""
         checkpoint, staging = self._loaded(), self._staging
         if staging is None:
             raise EngineGoneError("the engine is not started")
@@ -246,7 +288,7 @@ class ServerEngine(Engine, AdapterSink, LendingSink):
         await self._keep(manifest.version, files)
 
     async def _keep(self, version: Version, files: VersionFiles) -> None:
-        """It is staged."""
+        """Note the version as staged, and remove the files of an earlier attempt."""
         replaced = self._staged.get(version)
         self._staged[version] = files
         if replaced is not None:

@@ -221,6 +221,7 @@ def check_max_length(
         )
 
 
+@runtime_checkable
 class AdapterClient(Protocol):
     """The routes of a server that serves adapters."""
 
@@ -229,15 +230,15 @@ class AdapterClient(Protocol):
         ...
 
     async def unload_adapter(self, name: str) -> None:
-        """No request says `name` any more. Raises MeshError."""
+        """Unload adapter `name`, which no request names any more. Raises MeshError."""
         ...
 
     async def set_label(self, version: Version) -> None:
-        """The label that the server stamps on tokens. Raises MeshError."""
+        """Set the label that the server stamps on tokens. Raises MeshError."""
         ...
 
     async def label(self) -> str:
-        """That label. Raises MeshError."""
+        """The label of the server's weights. Raises MeshError."""
         ...
 
 
@@ -288,7 +289,7 @@ class ServedAdapters:
     ) -> AsyncGenerator[Chunk, None]:
         """The chunks of a request that named `name`, with its version.
 
-        The server's own labels stay where others than this client's are among them: somebody changed its weights.
+        The server's own labels stay if one of them is not this client's: another client changed its weights.
         """
         tokens = 0
         self._running[name] += 1
@@ -297,8 +298,9 @@ class ServedAdapters:
                 async for chunk in chunks:
                     tokens += len(chunk.tokens)
                     spans = chunk.spans
-                    if name and spans and {label for label, *_ in spans} <= self._labels:
-                        spans = [(self._versions[name], 0, tokens)]
+                    version = self._versions.get(name) if name else None
+                    if version and spans and {label for label, *_ in spans} <= self._labels:
+                        spans = [(version, 0, tokens)]
                     yield dataclasses.replace(chunk, spans=spans)
         finally:
             self._running[name] -= 1

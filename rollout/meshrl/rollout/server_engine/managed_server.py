@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -34,7 +35,7 @@ from meshrl.contract.errors import (
 )
 from meshrl.rollout.server_engine.checkpoint import CheckpointFacts
 from meshrl.rollout.server_engine.config import ServerConfig
-from meshrl.rollout.server_engine.kind import AnyServerKind, ServerClient
+from meshrl.rollout.server_engine.kind import AdapterClient, AnyServerKind, ServerClient
 
 GRACE_S = 5.0
 """Seconds that a server has to end."""
@@ -172,6 +173,8 @@ class ManagedServer:
         self._process: ServerProcess | None = None
         self._client: ServerClient | None = None
         self._was_up = False
+        self._adapters: dict[str, Path] = {}
+        """Adapters that a server has beside its versions, by their names."""
         self.cache_tokens = 0
         """Tokens that the server's KV cache holds; 0 where the server does not report it."""
 
@@ -179,6 +182,13 @@ class ManagedServer:
     def name(self) -> str:
         """The kind of server, for messages."""
         return self._kind.name
+
+    @property
+    def where(self) -> str:
+        """The server and its log, for messages."""
+        at = f" at {self._client.url}" if self._client is not None else ""
+        kept = f" (log: {self._process.log})" if self._process is not None else ""
+        return f"{self.name}{at}{kept}"
 
     @property
     def client(self) -> ServerClient:
@@ -217,12 +227,30 @@ class ManagedServer:
             except UnauthenticatedError as error:
                 where = f"set {self._kind.key_name} in rollout.engine.env or the environment"
                 raise UserError(f"{error}: {where}") from error
+            for name, directory in self._adapters.items():
+                try:
+                    await _of_adapters(client).load_adapter(name, directory)
+                except MeshError as error:  # its files are gone: later requests get this error
+                    log.warning("%s starts without an adapter: %s", self.name, error)
             self.cache_tokens = await client.cache_tokens()
             log.info("%s at %s: %s", self.name, url, _cache_message(self.cache_tokens))
             self._was_up = True
         except BaseException:
             await self.close()
             raise
+
+    async def add_adapter(self, directory: Path) -> str:
+        """Have this server and its successors serve what is in `directory`; its name there. Raises MeshError."""
+        name = f"beside-{uuid.uuid4().hex}"
+        await _of_adapters(self.client).load_adapter(name, directory)
+        self._adapters[name] = directory
+        return name
+
+    async def remove_adapter(self, name: str) -> None:
+        """Remove adapter `name`, which no request names any more."""
+        self._adapters.pop(name, None)
+        with contextlib.suppress(MeshError):  # the server makes room by itself
+            await _of_adapters(self.client).unload_adapter(name)
 
     async def ended(self) -> None:
         """Return when the child process has ended; never for a `url`."""
@@ -249,7 +277,7 @@ class ManagedServer:
         return f"exit code {process.exit_code}: {process.last_error()} (log: {process.log})"
 
     async def last_words(self, error: Exception) -> str:
-        """Why the child process ended, to add to `error` of a broken connection; empty where it goes on."""
+        """Why the child process ended, to add to `error` of a broken connection; empty where it continues."""
         process = self._process
         if process is None or not isinstance(error.__cause__, httpx.TransportError):
             return ""
@@ -316,6 +344,12 @@ class ManagedServer:
                 log.info("%s has been starting for %.0f s: %s", name, now - began, detail)
                 reported = now
             await asyncio.sleep(POLL_S)  # another program's start has no event to wait for
+
+
+def _of_adapters(client: ServerClient) -> AdapterClient:
+    if not isinstance(client, AdapterClient):
+        raise UserError(f"the server at {client.url} serves no adapters")
+    return client
 
 
 def _command(kind: AnyServerKind, config: ServerConfig) -> tuple[str, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import GenerateRequest, Media
@@ -27,6 +27,9 @@ class ServerRequest:
     """-1: all."""
     max_tokens: int
     """0 for a continued request that has reached its length already."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop_token_ids: tuple[int, ...]
     """Every token that ends the response; no other token does."""
     seed: int
@@ -35,7 +38,12 @@ class ServerRequest:
     """Decode steps between two chunks."""
     experts_from: int | None = None
     """The experts of the tokens from this place on are wanted; None: none are."""
+    prompt_top: int | None = None
+    """As in `GenerateRequest`, of the first `prompt_length` tokens."""
+    prompt_length: int = 0
     pictures: tuple[Picture, ...] = ()
+    adapter: str = ""
+    """The server's name for the adapter that answers; empty: that of the newest version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +57,7 @@ class Picture:
     images: ImageProcessor
 
     def features(self) -> ImageFeatures:
-        """As the model reads it. Takes a processor's time: in a thread. Raises UserError."""
+        """The image as the model reads it. Call this in a thread: it takes processor time. Raises UserError."""
         return self.images.features(self.media, f"picture {self.media.sha256[:12]}")
 
 
@@ -60,6 +68,7 @@ def read_request(
     *,
     max_length: int,
     finds_strings: bool,
+    adapter: str = "",
 ) -> ServerRequest:
     """The request for the server.
 
@@ -70,7 +79,14 @@ def read_request(
         UserError: the request cannot be run.
     """
     sampling, prompt, name = request.sampling, request.prompt_ids, request.request_id
-    check_request(request, joint_cut=config.joint_cut, pictures=config.pictures)
+    check_request(
+        request,
+        joint_cut=config.joint_cut,
+        pictures=config.pictures,
+        vocab_size=checkpoint.vocab_size,
+    )
+    for key, why in config.unable(sampling):
+        raise UserError(f"{key}: {why}")
     left = max_length - len(prompt)
     if left < (0 if request.continued else 1):
         raise UserError(
@@ -90,12 +106,18 @@ def read_request(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
         max_tokens=min(sampling.max_tokens, left),
         stop_token_ids=tuple(sorted({*eos, *sampling.stop_token_ids})),
         seed=_seed(sampling.seed, name, request.continued),
         stream_interval=config.stream_interval,
         experts_from=request.experts_from,
+        prompt_top=request.prompt_top,
+        prompt_length=request.prompt_length,
         pictures=_pictures(request, checkpoint),
+        adapter=adapter,
     )
 
 

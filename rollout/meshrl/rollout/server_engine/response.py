@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from meshrl.contract.errors import InfraError
 from meshrl.contract.routed_experts import Experts, narrow
-from meshrl.contract.types import GenerateDelta, Version
+from meshrl.contract.types import GenerateDelta, PromptLogprobs, Version
 from meshrl.rollout.end_tokens import StopStrings
 
 
@@ -29,6 +29,37 @@ class Chunk:
     """(version label, start, end) over the whole response, from the server's record of its steps; last chunk only."""
     experts: npt.NDArray[Any] | None = None
     """[n, L, K]: experts of tokens from the first wanted one on; last chunk only, and where they are wanted."""
+    prompt: PromptLogprobs | None = None
+    """A chunk of its own, where they are wanted."""
+
+
+def told_prompt(tokens: Sequence[int], places: Sequence[Mapping[int, float]], top: int) -> Chunk:
+    """The chunk of a server's answer about a prompt.
+
+    Args:
+        tokens: Of the prompt, P of them.
+        places: Log-probs of tokens at each place but the first, by token: of its own, and of the likeliest.
+        top: Number of the likeliest that are wanted.
+
+    Raises:
+        InfraError: some are missing.
+    """
+    logprobs = np.full(len(tokens), np.nan, np.float32)
+    top_ids = np.zeros((len(tokens), top), np.int32)
+    top_logprobs = np.full((len(tokens), top), np.nan, np.float32)
+    if len(places) != len(tokens) - 1:
+        raise InfraError(f"the server returned log-probs of {len(places)} of {len(tokens)} tokens")
+    for at, (token, found) in enumerate(zip(tokens[1:], places, strict=True), 1):
+        likeliest = sorted(found, key=lambda each: -found[each])[:top]
+        if token not in found or len(likeliest) < top:
+            raise InfraError(
+                f"the server returned {len(found)} log-probs at token {at} of a prompt"
+            )
+        logprobs[at] = found[token]
+        top_ids[at] = likeliest
+        top_logprobs[at] = [found[each] for each in likeliest]
+    prompt = PromptLogprobs(logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs)
+    return Chunk(tokens=(), logprobs=(), finish_reason="", spans=None, prompt=prompt)
 
 
 class ResponseReader:
@@ -58,6 +89,8 @@ class ResponseReader:
             experts_of: How many tokens of the prompt have experts that are wanted; None: those of the response are
                 not either.
         """
+        self._prompt: PromptLogprobs | None = None
+        """Sent with the last delta."""
         self._experts_of = experts_of
         self._version = version
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -73,6 +106,7 @@ class ResponseReader:
 
         After a stop none does: the server keeps sampling until the abort reaches it.
         """
+        self._prompt = chunk.prompt or self._prompt
         before = len(self._tokens)
         for token, logprob in zip(chunk.tokens, chunk.logprobs, strict=True):
             if self._stopped:
@@ -123,7 +157,7 @@ class ResponseReader:
                 f"the server says which version sampled {self._sent} of {len(self._tokens)} tokens"
             )
         final = self._deliver(self._sent, self._version, reason)
-        deltas.append(dataclasses.replace(final, experts=self._experts(last)))
+        deltas.append(dataclasses.replace(final, experts=self._experts(last), prompt=self._prompt))
         return deltas
 
     def _experts(self, last: Chunk) -> Experts | None:
@@ -134,7 +168,7 @@ class ResponseReader:
         told = 0 if last.experts is None else len(last.experts)
         if last.experts is None or told < fed:
             raise InfraError(
-                f"the server tells the experts of {told} of {fed} tokens; it needs --enable-return-routed-experts"
+                f"the server returned the experts of {told} of {fed} tokens; it needs --enable-return-routed-experts"
             )
         return narrow(last.experts[:fed])
 

@@ -31,7 +31,7 @@ class ServerFacts:
     ranks: int
     """Tensor-parallel ranks: each wants its own copy of a payload."""
     overlaps: bool
-    """It computes a step while it records the one before, and so has an unrecorded step when it is paused."""
+    """Whether it computes a step while it records the last one: when paused, one step is unrecorded."""
     increments: bool
     """Each event of a stream has only the new tokens."""
     eos_token_ids: Collection[int]
@@ -49,12 +49,14 @@ def request_body(
     """The body of `/generate`. Raises UserError for a distribution whose log-probs the server cannot give."""
     # The server's log-probs are of the distribution after temperature, before top-k and top-p; the tokens that these
     # leave come as a mask.
-    cut = bool(request.temperature) and (request.top_p < 1 or request.top_k > 0)
+    narrowed = request.top_p < 1 or request.top_k > 0 or request.min_p > 0
+    cut = bool(request.temperature) and narrowed
     top_k = min(request.top_k, facts.vocab_size) if request.top_k > 0 else facts.vocab_size
     if cut and top_k > facts.mask_tokens:
         raise UserError(
-            f"top_p {request.top_p} with top_k {request.top_k}: SGLang gives exact log-probs for up to "
-            f"{facts.mask_tokens} tokens; set a smaller top_k, or start it with a larger --sampling-mask-max-tokens"
+            f"top_p {request.top_p} with top_k {request.top_k} and min_p {request.min_p}: SGLang gives exact"
+            f" log-probs for up to {facts.mask_tokens} tokens; set a smaller top_k, or start it with a larger"
+            " --sampling-mask-max-tokens"
         )
     # `ignore_eos` also disables stop tokens, and without it the checkpoint's own end of sequence stops. So the server
     # looks for stop tokens only where its own are among those requested; else the engine does.
@@ -67,6 +69,8 @@ def request_body(
             "temperature": request.temperature,
             "top_p": request.top_p,
             "top_k": top_k if cut else -1,
+            "min_p": request.min_p if cut else 0.0,
+            "logit_bias": {str(token): bias for token, bias in request.logit_bias.items()} or None,
             "max_new_tokens": request.max_tokens,
             "stop_token_ids": None if ignore else list(request.stop_token_ids),
             "ignore_eos": ignore,
@@ -81,6 +85,35 @@ def request_body(
         "cache_salt": salt,
         "stream": True,
     }
+
+
+def prompt_body(request: ServerRequest, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body that asks for log-probs of a request's prompt instead of a response."""
+    sampling = {**body["sampling_params"], "max_new_tokens": 1}
+    return {
+        **body,
+        "rid": f"{body['rid']}-prompt",
+        "input_ids": list(request.token_ids[: request.prompt_length]),
+        "sampling_params": sampling,
+        "return_sampling_mask": False,
+        "return_routed_experts": False,
+        "logprob_start_len": 0,
+        "top_logprobs_num": request.prompt_top,
+        "stream": False,
+    }
+
+
+def places(event: Mapping[str, Any]) -> list[dict[int, float]]:
+    """Log-probs of tokens at each place of a prompt but the first. Raises InfraError."""
+    if "meta_info" not in event:
+        raise InfraError(f"SGLang failed a request: {error_message(event)}")
+    meta = event["meta_info"]
+    own = meta.get("input_token_logprobs") or ()
+    likeliest = meta.get("input_top_logprobs") or [()] * len(own)
+    return [
+        {token: logprob for logprob, token, *_ in (*(top or ()), chosen)}
+        for chosen, top in zip(own[1:], likeliest[1:], strict=True)
+    ]
 
 
 def image_data(pictures: Sequence[Picture], length: int) -> str:

@@ -93,7 +93,7 @@ class ServerLending:
         return ()  # the file of this version asks
 
     def ask(self, directory: Path) -> None:
-        """Beside the file of a version: the loader is to have memory for the next one, or none."""
+        """Ask the loader, beside a version's file, to lend memory for the next version, or to free it."""
         if self._wanted is None and not self._lent:
             return
         memory, sizes, needs = "", [], 0
@@ -107,7 +107,7 @@ class ServerLending:
     def arrived(
         self, directory: Path, manifest: WeightManifest, digests: Sequence[str], *, tied: bool
     ) -> None:
-        """A version lies in the memory that was lent for it; a tied projection is left out."""
+        """Note a version that arrived in lent memory; a tied projection is left out."""
         tensors = [
             (spec.name, spec.dtype, spec.shape, spec.bucket, spec.offset, spec.nbytes)
             for spec in manifest.tensors
@@ -118,7 +118,7 @@ class ServerLending:
         (directory / ARRIVED).write_text(text)
 
     def loaded(self, directory: Path) -> None:
-        """The server has loaded a version, and has answered if it was asked."""
+        """Note that the server has loaded a version, and has answered if it was asked."""
         self.staging = "device" if (directory / ARRIVED).is_file() else "host"
         if not (directory / ASKED).is_file():
             return
@@ -142,11 +142,11 @@ class ServerLending:
             )
 
     def forget(self) -> None:
-        """The server is another one."""
+        """Forget the server: it was replaced."""
         self._lent, self._gpu, self._refused, self._unreachable = (), "", "", ""
 
     def check_host(self, version: Version, *, first: bool) -> None:
-        """A version that comes by the host. Raises CapacityError where only the first may."""
+        """Check a version that comes by the host. Raises CapacityError where only the first may."""
         if self._asked == "device" and not first and self._wanted is None:
             raise CapacityError(
                 f"weights {version}: rollout.engine.weight_staging is device, and they come by the host: want"
@@ -181,7 +181,7 @@ class VersionFiles:
     temporary: bool
     """Made by `Staging`: `remove` deletes them."""
     on_device: bool = False
-    """They say what lies in the server's memory; the weights are nowhere else."""
+    """Whether they only describe weights in the server's memory; no file has the weights."""
 
     def remove(self) -> None:
         """Free the space."""

@@ -97,7 +97,7 @@ class FunctionTool(Tool):
             self._lost += done.cancelled()
 
     def _work(self, values: Mapping[str, Any], done: asyncio.Future[Any]) -> None:
-        """The thread of one call."""
+        """Run one call in its thread."""
         result, error = None, None
         try:
             result = self._function(**values)

@@ -49,12 +49,12 @@ class Pictured:
     """A result with pictures."""
 
     text: str
-    """For a model that reads text only: `[image]` stands for each picture."""
+    """The text for a language model: `[image]` stands for each picture."""
     pictures: tuple[object, ...]
     """Bytes of files, or pictures of Pillow."""
 
     def content(self, text: str) -> list[dict[str, object]]:
-        """Content parts for a model that reads pictures; `text` is what is shown of the result's own."""
+        """Content parts for a vision-language model; `text` is what is shown of the result's own."""
         said = [{"type": "image", "image": each} for each in self.pictures]
         rest = text.replace(NO_PICTURE, "").strip()
         return [*said, {"type": "text", "text": rest}] if rest else said

@@ -83,7 +83,7 @@ class PythonSandbox:
         return output
 
     def release(self, uid: Uid) -> None:
-        """A row is done: its interpreter ends."""
+        """End the interpreter of a finished row."""
         self._robbed.discard(uid)
         process = self._process
         if uid in self._rows and process is not None and process.stdin is not None:
@@ -193,7 +193,7 @@ class PythonTool(Tool):
         return await self._sandbox.run(caller.uid, given["code"])
 
     async def check(self, caller: ToolCaller) -> None:
-        """The sandbox answers late runs itself, so that this one hangs: end it. Always raises InfraError."""
+        """Raise InfraError, always: the sandbox answers late runs itself, so this one hangs and is ended."""
         await self._sandbox.close()
         raise InfraError("the sandbox of the tool python did not answer")
 

@@ -105,7 +105,7 @@ def document(document: Json) -> tuple[str, str]:
 
 
 def shown(hits: list[tuple[str, str]]) -> str:
-    """As Search-R1 shows passages."""
+    """The passages in Search-R1's format."""
     return "\n".join(
         f"Doc {number}(Title: {title}) {text}" for number, (title, text) in enumerate(hits, start=1)
     )

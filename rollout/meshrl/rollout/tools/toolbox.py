@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from meshrl.common.plain_text import whole
+from meshrl.common.user_functions import load_function
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json, Task, Uid
 from meshrl.rollout.tokenizer import ChatTokenizer, reads_pictures
@@ -30,10 +31,9 @@ from meshrl.rollout.tools.ports import (
 )
 from meshrl.rollout.tools.python_sandbox import PythonSandbox, PythonTool
 from meshrl.rollout.tools.search import search_function
-from meshrl.rollout.user_functions import load_function
 
 CHARACTERS = 16
-"""Only so many characters of a result are looked at for each token that it may have."""
+"""Characters of a result that are read for each token that it may have."""
 GAP = "...(truncated)..."
 
 
@@ -141,7 +141,7 @@ class TaskTools:
 
 
 def _execute_kwargs(task: Task, name: str, kwargs: Json) -> Mapping[str, Json]:
-    """As verl has it: `tools_kwargs: {add: {execute_kwargs: {...}}}`; `create_kwargs` count as well."""
+    """In verl's form: `tools_kwargs: {add: {execute_kwargs: {...}}}`; `create_kwargs` count as well."""
     if not isinstance(kwargs, Mapping):
         raise UserError(
             f"task {task.task_id}: tools_kwargs.{name} is {kwargs!r:.80}, want an object"
@@ -191,7 +191,7 @@ class Cut:
 
 
 class Closable(Protocol):
-    """Has connections."""
+    """An object with connections."""
 
     async def close(self) -> None:
         """Close them; idempotent."""
@@ -203,10 +203,14 @@ KEY = "rollout.program_options.tools"
 class ToolBuilder:
     """The tools of one worker process: functions are loaded at once, servers with the first row."""
 
-    def __init__(self, config: ToolsConfig) -> None:
-        """Raises ConfigError for a function that cannot be imported or described, or MCP without its package."""
+    def __init__(self, config: ToolsConfig, own: Sequence[ToolOffer] = ()) -> None:
+        """`own` are tools of a program, before those of the recipe.
+
+        Raises:
+            ConfigError: a function that cannot be imported or described, or MCP without its package.
+        """
         self._cut = Cut(tokens=config.max_result_tokens, side=config.cut)
-        self._offers: list[ToolOffer] = []
+        self._offers: list[ToolOffer] = list(own)
         self._servers: list[tuple[ToolConfig, McpServer]] = []
         self._sandboxes: list[PythonSandbox] = []
         self._retrievers: list[Closable] = []
@@ -264,7 +268,7 @@ class ToolBuilder:
             return self._toolbox
 
     def release(self, uid: Uid) -> None:
-        """A row is done: close its own sessions."""
+        """Close the sessions of a finished row."""
         for _, server in self._servers:
             server.release(uid)
         for sandbox in self._sandboxes:

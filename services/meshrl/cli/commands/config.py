@@ -15,7 +15,6 @@ import click
 from meshrl.cli.options import (
     PATH,
     accept_changes_option,
-    completed,
     json_option,
     recipe_argument,
 )
@@ -53,7 +52,7 @@ from meshrl.rpc.exit_codes import Exit
     help="A variable that the script may see, besides HOME, LANG, PWD and USER; may be given several times.",
 )
 @click.option("-o", "--output", type=PATH, help="Write the recipe here; stdout if not given.")
-@click.option("--force", is_flag=True, help="Replace the output if it is there.")
+@click.option("--force", is_flag=True, help="Replace the output if it exists.")
 @click.option(
     "--strict", is_flag=True, help="Write nothing and exit with 2 when any key is refused."
 )
@@ -79,7 +78,7 @@ def from_verl(
             "nothing to translate: give a verl command after --, a --script or a --yaml"
         )
     if output is not None and output.exists() and not force:
-        raise UserError(f"{output} is there already; choose another, or give --force")
+        raise UserError(f"{output} already exists; choose another, or give --force")
     from meshrl.verl import written
     from meshrl.verl.migrate import migrate
     from meshrl.verl.programs import VerlCommand, VerlProgram, command_of
@@ -155,7 +154,7 @@ def check(
 ) -> None:
     """Say whether a recipe would start: keys, files and what stands in them, options, packages, sizes that must fit.
 
-    Of a run that has begun: also whether it would go on, and what was changed since.
+    Of a run that has begun: also whether it would continue, and what was changed since.
 
     `meshrl up` checks the same before it starts anything.
     """
@@ -189,7 +188,7 @@ def show(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
 
 @config.command()
-@click.argument("key", required=False, shell_complete=completed("keys"))
+@click.argument("key", required=False)
 @json_option
 def explain(key: str | None, as_json: bool) -> None:
     """Say what a key means, its type, its default and where it is defined; all keys if none is given.

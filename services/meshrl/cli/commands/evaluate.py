@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     help="A Hugging Face directory, or a checkpoint of a run; model.path if not given.",
 )
 @click.option("--out", type=PATH, help="Write every answer to this file, a JSON object per line.")
-@click.option("--force", is_flag=True, help="Replace the file of --out if it is there.")
+@click.option("--force", is_flag=True, help="Replace the file of --out if it exists.")
 @click.option(
     "--right",
     type=Finite(),
@@ -109,14 +109,14 @@ def evaluate(
 def _check_target(out: Path, force: bool) -> None:
     """Before anything is answered."""
     if out.is_dir() or not out.parent.is_dir():
-        raise UserError(f"--out {out}: want a file in a directory that is there")
+        raise UserError(f"--out {out}: want a file in a directory that exists")
     if out.exists() and not force:
-        raise UserError(f"--out {out} is there already; choose another, or give --force")
+        raise UserError(f"--out {out} already exists; choose another, or give --force")
 
 
 @contextmanager
 def _progress(rows: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr while somebody looks."""
+    """A progress bar on stderr, on a terminal."""
     console = text_console(sys.stderr)
     columns = (
         "{task.description}",
@@ -201,7 +201,7 @@ def _interval(found: Estimate | None) -> str:
 
 
 def _print_worst(console: Console, report: EvaluationReport, count: int) -> None:
-    """The answers with the lowest scores, each in three lines."""
+    """Print the answers with the lowest scores, each in three lines."""
     scored = [answer for answer in report.answers if answer.score is not None]
     for answer in sorted(scored, key=lambda answer: answer.score or 0.0)[:count]:
         wanted = "" if answer.ground_truth is None else f", wanted {answer.ground_truth}"

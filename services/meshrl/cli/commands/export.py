@@ -10,6 +10,7 @@ import click
 from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import PATH, NamedRun, names_run
 from meshrl.common.plain_text import say
+from meshrl.config import hub
 from meshrl.config.loading import load_run
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
@@ -43,7 +44,12 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> str
 @click.option(
     "--adapter", is_flag=True, help="Write the LoRA adapter as peft reads it, not merged."
 )
-@click.option("--force", is_flag=True, help="Replace TARGET if it is there.")
+@click.option(
+    "--push",
+    metavar="ORG/NAME",
+    help="Upload TARGET to this model of the Hugging Face hub too, which is made private where it is missing.",
+)
+@click.option("--force", is_flag=True, help="Replace TARGET if it exists.")
 def export(
     named: NamedRun,
     target: str,
@@ -51,21 +57,24 @@ def export(
     dtype: str,
     max_shard_size: str,
     adapter: bool,
+    push: str | None,
     force: bool,
 ) -> None:
     """Write the newest checkpoint of RUN (the newest one here if not given) to TARGET, a Hugging Face directory.
 
     It holds config, safetensors and tokenizer; LoRA is merged.
     """
+    if push is not None and not hub.NAME.fullmatch(push):
+        raise UserError(f"--push {push}: want ORG/NAME")
     folder, directory = Path(target), named.directory
     address_book = AddressBook.load(directory / ADDRESS_BOOK_NAME)
     say_which(directory, address_book.run)
     recipe = load_run(address_book.recipe)
     source = checkpoint if checkpoint is not None else recipe.checkpoint_dir
     if not source.is_dir():
-        raise NotFoundError(f"no checkpoint yet: {source} is not there")
+        raise NotFoundError(f"no checkpoint yet: {source} does not exist")
     if folder.exists() and not force:
-        raise UserError(f"{target} is there already; choose another, or give --force")
+        raise UserError(f"{target} already exists; choose another, or give --force")
     # Imported here: with it comes torch.
     from meshrl.trainer.checkpoint.export import export_checkpoint
 
@@ -79,4 +88,6 @@ def export(
         adapter_only=adapter,
     )
     readers = "peft, vLLM or SGLang, as an adapter" if adapter else "transformers, vLLM or SGLang"
+    if push is not None:
+        hub.upload(made, push, f"{address_book.run}, {source.name}")
     say(f"{made}: run {address_book.run}, {source}: load it with {readers}")

@@ -95,7 +95,7 @@ def fleet(
 def drain(find: Callable[[], MeshAddress], name: str) -> None:
     """Have the worker NAME hand over what it runs and leave; its supervisor does not start it again.
 
-    Responses that run are kept in the queue, and other workers go on with them.
+    Responses that run are kept in the queue, and other workers continue them.
     """
     address = find()
     members = asyncio.run(read_membership(address)).members
@@ -126,7 +126,9 @@ def drain(find: Callable[[], MeshAddress], name: str) -> None:
     envvar="MESHRL_QUEUE",
     help="With --trainer: where the queue is.",
 )
-@click.option("--recipe", default="RECIPE", help="With --trainer: the recipe's file over there.")
+@click.option(
+    "--recipe", default="RECIPE", help="With --trainer: the recipe's file on the other machine."
+)
 @click.pass_obj
 def add(
     find: Callable[[], MeshAddress], count: int, printed: bool, queue: str | None, recipe: str
@@ -171,7 +173,7 @@ def _free_names(membership: Membership, count: int) -> list[str]:
 
 
 def _watch(address: MeshAddress, as_json: bool) -> None:
-    """Until Ctrl-C: one table in place, or one line of JSON a second."""
+    """Print one table in place, or one line of JSON a second, until Ctrl-C."""
     if as_json:
         while True:
             say_json(json.dumps(membership_json(asyncio.run(read_membership(address)))))
@@ -222,6 +224,8 @@ def _member_json(member: FleetMember) -> dict[str, Any]:
             "opened": worker.opened,
             "last_fault": worker.last_fault,
             "draining": worker.draining,
+            "containers": worker.boxes,
+            "waits_for": worker.waits_for,
             "leased": worker.rows.leased,
             "written": worker.rows.written,
             "failed": worker.rows.failed,
@@ -272,5 +276,6 @@ def _cells(member: FleetMember) -> list[str]:
             worker.breaker,
         ]
         fault = worker.last_fault if worker.error_rate else ""
-        reason = "draining" if worker.draining else (member.reason or fault)
+        waits = f"waits for {worker.waits_for}" if worker.waits_for else ""
+        reason = "draining" if worker.draining else (member.reason or fault or waits)
     return [member.name, member.state, version, carrier, *middle, sync, reason]

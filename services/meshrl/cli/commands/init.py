@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from meshrl.cli.options import PATH, completed
+from meshrl.cli.options import PATH
 from meshrl.common import plugins
 from meshrl.common.files import replace_file
 from meshrl.common.plain_text import say
@@ -22,7 +22,7 @@ from meshrl.contract.errors import MeshError, UserError
 from meshrl.rewardd.pool.rule import REWARDS
 
 FOLDER = Path("recipes")
-"""Beside the other portions of the package `meshrl` in a wheel; in a checkout, at its root."""
+"""The recipes' folder: beside the packages in a wheel, at the root of a checkout."""
 DEMO = Path("demo") / "recipe.yaml"
 ELSEWHERE = ("openai_agent",)
 """Recipes that name files outside of their folders."""
@@ -55,7 +55,7 @@ def copy_template(name: str, target: Path) -> list[Path]:
     copies = [target / source.name for source in sources]
     for copy in copies:
         if copy.exists():
-            raise UserError(f"{copy} is there already")
+            raise UserError(f"{copy} already exists")
     target.mkdir(parents=True, exist_ok=True)
     for source, copy in zip(sources, copies, strict=True):
         replace_file(copy, source.read_bytes())
@@ -106,7 +106,7 @@ LONGEST = 512
 """Tokens of a prompt, and of a response, where the model takes that many."""
 HEADING = """\
 # meshrl config check {path}            does it start? (it did when `meshrl init` wrote it)
-# meshrl up {path} rollout.n=16         train; any key can be overridden; Ctrl-C saves, the same command goes on
+# meshrl up {path} rollout.n=16         train; any key can be overridden; Ctrl-C saves, the same command continues
 # meshrl config explain KEY             what a key means; without one: all of them
 """
 
@@ -116,13 +116,12 @@ HEADING = """\
     "words",
     nargs=-1,
     metavar="[TEMPLATE] [KEY=VALUE]...",
-    shell_complete=completed("templates_or_overrides"),
 )
 @click.option("--to", type=PATH, help="The recipe's file (my.yaml); with TEMPLATE: a folder.")
 @click.option("--model", type=PATH, help="A Hugging Face directory.")
 @click.option("--train", type=PATH, multiple=True, help="Prompts; may be given several times.")
 @click.option("--val", type=PATH, multiple=True, help="Held-out prompts.")
-@click.option("--reward", help="A Python file, written if it is not there; or a built-in name.")
+@click.option("--reward", help="A Python file, written if it does not exist; or a built-in name.")
 @click.option("--check/--no-check", default=True, help="--no-check: what it names is elsewhere.")
 def init(
     words: tuple[str, ...],
@@ -147,7 +146,7 @@ def init(
         return
     to = to or Path("my.yaml")
     if to.exists():
-        raise UserError(f"{to} is there already; --to names another file")
+        raise UserError(f"{to} already exists; --to names another file")
     model, train, val = _asked(model, train, val)
     reward = reward or _ask("Reward (a Python file, or a built-in name)", f"{to.stem}_reward.py")
     texts = _texts(to, model, train, val, reward, words)

@@ -26,11 +26,13 @@ def sft(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Fine-tune on prompt/response rows as RECIPE says (keys: see meshrl.trainer.offline.config.SftConfig)."""
     config = Written.read(recipe, overrides).with_local_paths().as_config(SftConfig)
     # Imported here: with it comes torch, and a wrong recipe should be answered at once.
-    from meshrl.trainer.offline.sft import SftProgress, run
+    from meshrl.trainer.offline.sft import run
 
-    def report(progress: SftProgress) -> None:
+    def report(progress: OfflineProgress) -> None:
         if as_json:
-            say_json(json.dumps(asdict(progress)))
+            shown = {"loss": progress.loss, "exact_match": progress.exact_match, **asdict(progress)}
+            del shown["numbers"]
+            say_json(json.dumps(shown))
             return
         match = "" if progress.exact_match is None else f"  exact match {progress.exact_match:.3f}"
         say(
@@ -38,9 +40,7 @@ def sft(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
             f"{progress.tokens_per_s:,.0f} tokens/s{match}"
         )
 
-    done = run(config, report)
-    if not as_json:
-        say(f"{config.output_dir} after {counted(done.step, 'step')}, {done.seconds:.1f} s")
+    _say_end(config.output_dir, run(config, report), as_json)
 
 
 @click.command()
@@ -49,7 +49,7 @@ def sft(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 def dpo(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Train a policy on prompt/chosen/rejected rows as RECIPE says (keys: meshrl.trainer.offline.config.DpoConfig).
 
-    The same command goes on from the newest checkpoint.
+    The same command resumes from the newest checkpoint.
     """
     config = Written.read(recipe, overrides).with_local_paths().as_config(DpoConfig)
     # Imported here: with it comes torch, and a wrong recipe should be answered at once.
@@ -64,8 +64,8 @@ def dpo(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 def train_reward(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Train a reward model on such rows (keys: meshrl.trainer.offline.config.RewardModelConfig).
 
-    What it writes is scored with by `reward.judges: [{kind: model, options: {path: OUTPUT_DIR}}]`. The same command
-    goes on from the newest checkpoint.
+    `reward.judges: [{kind: model, options: {path: OUTPUT_DIR}}]` scores rows with it. The same command
+    resumes from the newest checkpoint.
     """
     config = Written.read(recipe, overrides).with_local_paths().as_config(RewardModelConfig)
     # Imported here: with it comes torch, and a wrong recipe should be answered at once.

@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict
+from operator import methodcaller
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 from rich.console import Group
@@ -18,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 
 from meshrl.cli.find_mesh import Mesh, find_mesh
-from meshrl.cli.operator import Operator, ask_operator, ask_store, audit_of
+from meshrl.cli.operator import ask_operator, ask_store
 from meshrl.cli.options import (
     PATH,
     NamedRun,
@@ -34,11 +35,12 @@ from meshrl.config.recipe import EVAL_SUFFIX
 from meshrl.contract.errors import ConflictError, NotFoundError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Audit, DeadLetter, Ledger, Uid, Waiting
-from meshrl.launcher.address_book import run_lock
+from meshrl.launcher.address_book import newest_run_dir, run_lock
 from meshrl.launcher.observer import fleet_waits
 from meshrl.launcher.text_console import text_console
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.queue_connection import build_store
+from meshrl.trainer.hosted import FOLDER, MODELS
 from meshrl.transferqueue.admin import Copied, back_up, opened, restore_backup
 
 WATCH_EVERY_S: Final = 1.0
@@ -47,20 +49,23 @@ SHOWN_UIDS = 4
 
 @click.group()
 def queue() -> None:
-    """Back up, restore and verify what a queue stores."""
+    """Back up, restore and verify what a queue stores, or a server of models that callers train, which is stopped."""
 
 
 @queue.command()
 @names_run(queue=True, behind="folder")
 @json_option
 def backup(named: NamedRun, folder: str, as_json: bool) -> None:
-    """Copy all that the queue of RUN stores, as of one moment, to FOLDER on this machine; it goes on meanwhile."""
+    """Copy all that the queue of RUN stores, as of one moment, to FOLDER on this machine; the run continues."""
     target = Path(folder)
     if target.exists():
         raise ConflictError(f"{folder} exists: a backup never overwrites anything")
+    if (models := _models(named)) is not None:
+        _copy_models(f"backed up to {folder}", models, target, as_json)
+        return
     mesh = find_mesh(named, stopped=True)
 
-    async def copy(asked: Operator) -> Copied:
+    async def copy(asked: Any) -> Copied:
         async with aclosing(asked.export()) as pieces:
             return await back_up(pieces, target)
 
@@ -86,6 +91,10 @@ def restore(folder: Path, recipe: Path, overrides: tuple[str, ...], as_json: boo
 
     wanted.run.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with run_lock(wanted.run.path):
+        if (folder / MODELS).is_dir():
+            told = f"restored {folder} for run {wanted.run.name}"
+            _copy_models(told, folder, wanted.run.path / FOLDER, as_json)
+            return
         copied = asyncio.run(fill())
     _tell_copied(f"restored {folder} for run {wanted.run.name}", copied, as_json)
 
@@ -95,11 +104,13 @@ def restore(folder: Path, recipe: Path, overrides: tuple[str, ...], as_json: boo
 @json_option
 def verify(named: NamedRun, as_json: bool) -> None:
     """Check every stored value and derive the ledger anew, of RUN or a backup's folder; exit code 1 if it is off."""
+    if (models := _models(named)) is not None:
+        sys.exit(_tell_models("", models, as_json))
     folder = named.path
     if named.queue is None and folder is not None and run_at(folder) is None:
-        found = asyncio.run(ask_store(opened(folder), audit_of))
+        found = asyncio.run(ask_store(opened(folder), methodcaller("verify")))
     else:
-        found = ask_operator(find_mesh(named, stopped=True), audit_of)
+        found = ask_operator(find_mesh(named, stopped=True), methodcaller("verify"))
     if as_json:
         ledgers = {
             name: asdict(one) | {"balanced": one.balanced} for name, one in found.ledgers.items()
@@ -110,14 +121,51 @@ def verify(named: NamedRun, as_json: bool) -> None:
     sys.exit(Exit.FAILED if found.problems else Exit.DONE)
 
 
+def _models(named: NamedRun) -> Path | None:
+    """The folder of callers' models, of a run that serves them or of a backup; None: it is a queue's."""
+    if named.queue is not None:
+        return None
+    folder = named.path or newest_run_dir()
+    places = (folder, (run_at(folder) or folder) / FOLDER)
+    return next((place for place in places if (place / MODELS).is_dir()), None)
+
+
+def _copy_models(what: str, source: Path, target: Path, as_json: bool) -> None:
+    from meshrl.trainer.hosted.audit import copy  # with it comes torch
+
+    copy(source, target)
+    sys.exit(_tell_models(f"{what}: ", target, as_json))
+
+
+def _tell_models(what: str, folder: Path, as_json: bool) -> Exit:
+    from meshrl.trainer.hosted.audit import audit
+
+    found = audit(folder)
+    if as_json:
+        say_json(json.dumps(asdict(found), indent=2))
+    else:
+        told = _told(found.problems)
+        say(
+            f"{what}{told}: {counted(found.models, 'model')}, {counted(found.requests, 'request')},"
+            f" {found.unanswered:,} to be done, {counted(found.checkpoints, 'checkpoint')},"
+            f" {counted(found.nbytes, 'byte')}"
+        )
+    return Exit.FAILED if found.problems else Exit.DONE
+
+
+def _told(problems: Sequence[str]) -> str:
+    """Say each problem on a line; how many they are."""
+    for problem in problems:
+        say(problem)
+    return counted(len(problems), "problem") if problems else "no problems"
+
+
 def tell_audit(found: Audit) -> None:
     """One line, or one a problem."""
-    for problem in found.problems:
-        say(problem)
+    told = _told(found.problems)
     rows = sum(sum(one.resident.values()) for one in found.ledgers.values())
     say(
-        f"{counted(len(found.problems), 'problem') if found.problems else 'no problems'}:"
-        f" {counted(len(found.ledgers), 'run')},"
+        f"{told}: {counted(len(found.ledgers), 'run')},"
         f" {counted(rows, 'resident row')}, {counted(found.records, 'record')},"
         f" {counted(found.values, 'payload value')}, {counted(found.nbytes, 'byte')}"
     )
@@ -154,7 +202,7 @@ def ledger(named: NamedRun, as_json: bool, audited: bool, watch: bool) -> None:
     if watch:
         _watch(mesh, as_json)
     if audited:
-        found = ask_operator(mesh, audit_of)
+        found = ask_operator(mesh, methodcaller("verify"))
         ledgers = [found.ledgers[name] for name in mesh.runs if name in found.ledgers]
     else:
         found = None
@@ -195,7 +243,7 @@ def _show(ledgers: Sequence[Ledger], as_json: bool, audited: Audit | None) -> No
 
 
 def _watch(mesh: Mesh, as_json: bool) -> None:
-    """Until Ctrl-C: one table in place, or one line of JSON a second."""
+    """Print one table in place, or one line of JSON a second, until Ctrl-C."""
     if as_json:
         while True:
             say_json(json.dumps({one.run: asdict(one) for one in _ledgers(mesh)}))

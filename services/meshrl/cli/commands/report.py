@@ -20,7 +20,7 @@ from meshrl.api import HELD_OUT, STEP, Row, RunHistory, find_rows
 from meshrl.cli.charts import Chart, ChartLine, braille, save, svg
 from meshrl.cli.commands.queue import ledger_rows
 from meshrl.cli.find_mesh import mesh_of
-from meshrl.cli.options import PATH, RUN, NamedRun, checked_run, completed, names_run
+from meshrl.cli.options import PATH, RUN, NamedRun, checked_run, names_run
 from meshrl.common.files import replace_file
 from meshrl.common.plain_text import counted, say
 from meshrl.config.recipe import RECIPE_NAME
@@ -212,7 +212,7 @@ PLAIN_WIDTH = 80
 def report(named: NamedRun, out: Path | None) -> None:
     """Write one HTML file about RUN (the newest one here if not given).
 
-    Curves, ledger, the best and worst answers, the recipe. It needs nothing beside it, and may be sent to somebody.
+    Curves, ledger, the best and worst answers, the recipe; it needs no other file.
     """
     directory = named.directory
     history = _history(directory)
@@ -232,9 +232,9 @@ def report(named: NamedRun, out: Path | None) -> None:
 
 @click.command()
 @click.argument("run", type=RUN)
-@click.argument("metrics", nargs=-1, metavar="[METRIC]...", shell_complete=completed("metrics"))
+@click.argument("metrics", nargs=-1, metavar="[METRIC]...")
 @click.option("--with", "others", type=RUN, multiple=True, help="Another run, over this one.")
-@click.option("--out", type=PATH, help="A picture: .svg, or .png and others by matplotlib.")
+@click.option("--out", type=PATH, help="A picture, as SVG.")
 @click.option("--log", is_flag=True, help="Logarithmic values.")
 @click.option("--list", "listed", is_flag=True, help="Name the metrics that RUN has.")
 def plot(

@@ -108,7 +108,7 @@ def _say_which(directory: Path) -> None:
 
 
 def _print_list(console: Console, shown: Sequence[Row], *, ranked: bool) -> None:
-    """A line per row; rows of one group stand under their prompt, unless they are ranked."""
+    """Print a line per row; rows of a group are under their prompt, unless they are ranked."""
 
     def line(name: str, facts: Sequence[str], text: str, style: str = "") -> None:
         start = f"{name:<17}" + "".join(
@@ -186,7 +186,7 @@ def _print_whole(console: Console, row: Row, directory: Path) -> None:
 
 
 def _prompt(row: Row) -> str:
-    """As text: its tokens, of the equal ones of a picture one, or without a tokenizer its messages."""
+    """The prompt as text: its tokens (one for each image), or its messages without a tokenizer."""
     if row["prompt"] is not None:
         return PLACES.sub(lambda run: f"{run[1]}×{run[0].count(run[1])}", str(row["prompt"]))
     return "\n".join(f"{m['role']}: {m['content']}" for m in row["messages"] or ())

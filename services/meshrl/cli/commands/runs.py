@@ -1,7 +1,4 @@
-"""`meshrl runs` lists the runs here, and those that a queue stores; `meshrl compare` puts two beside each other.
-
-What is listed here, and compared, is read from files only.
-"""
+"""`meshrl runs` lists the runs here, from their files only, and those that a queue stores."""
 
 from __future__ import annotations
 
@@ -16,28 +13,25 @@ from rich.text import Text
 
 from meshrl.api import HELD_OUT, STEP, RunHistory
 from meshrl.cli.find_mesh import find_mesh
-from meshrl.cli.operator import ask_runs
-from meshrl.cli.options import PATH, RUN, NamedRun, checked_run, json_option, names_run, run_at
+from meshrl.cli.operator import ask_operator
+from meshrl.cli.options import PATH, NamedRun, json_option, names_run, run_at
 from meshrl.common.plain_text import say, say_json
-from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME
+from meshrl.config.recipe import METRICS_NAME
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import StoredRun
-from meshrl.http.view.settings import compared
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME
 from meshrl.launcher.text_console import text_console
-from meshrl.launcher.view import clock, sparkline
+from meshrl.launcher.view import clock
 
-COMPARED = {
-    "reward": STEP,
-    "held-out score": HELD_OUT,
-    "length": "response/length_mean",
-    "entropy": "actor/entropy",
-    "staleness": "staleness/mean",
-    "tokens/s": "throughput/tokens_per_s",
-}
-"""Title of a column to its metric."""
-NOT_COMPARED = ("run.name", "run.dir")
-SPARK = 20
+TOLD = (
+    STEP,
+    HELD_OUT,
+    "response/length_mean",
+    "actor/entropy",
+    "staleness/mean",
+    "throughput/tokens_per_s",
+)
+"""Metrics whose newest values `--json` has."""
 ANY = "-"
 """No run in particular."""
 MARKS = (ADDRESS_BOOK_NAME, METRICS_NAME)
@@ -101,7 +95,7 @@ def list_(folder: Path, as_json: bool) -> None:
 def stored(named: NamedRun, as_json: bool) -> None:
     """List the runs that the queue of RUN (the newest one here) stores, and which of them services work on."""
     mesh = find_mesh(replace(named, name=ANY), stopped=True)
-    found = ask_runs(mesh, lambda admin: admin.runs())
+    found = ask_operator(mesh, lambda admin: admin.runs(), of_runs=True)
     if as_json:
         say_json(json.dumps([_stored_json(one) for one in found], indent=2))
         return
@@ -133,7 +127,7 @@ def remove(named: NamedRun, name: str, force: bool, as_json: bool) -> None:
     """
     path = named.path if named.path is not None else run_at(Path(name))
     mesh = find_mesh(replace(named, path=path, name=name), stopped=True)
-    gone = ask_runs(mesh, lambda admin: admin.remove_run(name, force=force))
+    gone = ask_operator(mesh, lambda admin: admin.remove_run(name, force=force), of_runs=True)
     if as_json:
         say_json(json.dumps(_stored_json(gone), indent=2))
         return
@@ -148,45 +142,6 @@ def _stored_json(run: StoredRun) -> dict[str, object]:
     return {**asdict(run), "run": run.run, "lost": run.loss}
 
 
-@click.command()
-@click.argument("run", type=RUN)
-@click.argument("other", type=RUN)
-@json_option
-def compare(run: Path, other: Path, as_json: bool) -> None:
-    """Show where the figures and the recipes of two runs differ."""
-    both = [RunHistory.read(checked_run(run)), RunHistory.read(checked_run(other))]
-    entries = compared(run, other) if (run / RECIPE_NAME).exists() else []
-    keys = {
-        entry["key"]: (entry["value"], entry["other"])
-        for entry in entries
-        if entry["differs"] and entry["key"] not in NOT_COMPARED
-    }
-    if as_json:
-        say_json(json.dumps({"runs": [_json(one) for one in both], "recipe": keys}, indent=2))
-        return
-    table = Table(header_style="dim")
-    table.add_column("")
-    for one in both:
-        table.add_column(Text(str(one.directory)), overflow="fold")
-    table.add_row("state", *(one.state for one in both))
-    table.add_row("steps", *(f"{one.steps:,}" for one in both))
-    table.add_row("time", *(clock(one.seconds) for one in both))
-    for name, metric in COMPARED.items():
-        curves = [one.values(metric) for one in both]
-        if any(curves):
-            table.add_row(name, *(_curve(values) for values in curves))
-    for key, (own, others) in keys.items():
-        shown = (Text("(default)" if value is None else value) for value in (own, others))
-        table.add_row(Text(key), *shown)
-    text_console().print(table)
-
-
-def _curve(values: list[float]) -> str:
-    if not values:
-        return ""
-    return f"{_number(values[0])} → {_number(values[-1])}  {sparkline(values, SPARK)}"
-
-
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
 
@@ -199,5 +154,5 @@ def _json(run: RunHistory) -> dict[str, object]:
         "steps": run.steps,
         "seconds": run.seconds,
         "last_unix_s": run.ended_unix_s,
-        "last": {metric: run.last(metric) for metric in COMPARED.values()},
+        "last": {metric: run.last(metric) for metric in TOLD},
     }

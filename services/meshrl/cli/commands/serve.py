@@ -108,9 +108,11 @@ def serve(
 ) -> None:
     """Run one SERVICE of RECIPE until SIGTERM or Ctrl-C, which drain it.
 
-    SERVICE is queue, rollout, reward, reference, trainer, feeder, or a stage of the recipe.
+    SERVICE is queue, rollout, reward, reference, trainer, feeder, tinker, or a stage of the recipe.
     """
     die_with_supervisor()
+    # Before gRPC is imported; `meshrl.launcher.preloading` says why.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     try:
         code = _serve(service, recipe, overrides, options)
     except UserError as error:
@@ -256,7 +258,7 @@ def take_share(
 ) -> Recipe:
     """Put this service's part of the machine's GPUs into `environment`; returns the recipe as it was placed.
 
-    Where `up` gave it one, or somebody set CUDA_VISIBLE_DEVICES, it stays at that. Where the services do not all find
+    Where `up` gave it one, or CUDA_VISIBLE_DEVICES is set, it keeps that. Where the services do not all find
     room here, some of them are elsewhere, and nobody has said which.
 
     Raises:

@@ -90,7 +90,7 @@ def _print_history(history: RunHistory, as_json: bool) -> None:
     commands = Text(f"meshrl rows {directory}\nmeshrl ledger {directory}")
     table.add_row("more", commands)
     if history.state == "stopped":
-        table.add_row("go on", f"meshrl up {directory / 'recipe.yaml'}")
+        table.add_row("resume", f"meshrl up {directory / 'recipe.yaml'}")
     text_console().print(table)
 
 

@@ -68,8 +68,8 @@ def up(
 ) -> None:
     """Train as RECIPE says: start every service here, watch over them, drain at the end.
 
-    The first Ctrl-C ends the step, saves a checkpoint and drains; the second kills. The same command goes on from
-    the last checkpoint. What was changed since the run began is told, or refused before anything starts.
+    The first Ctrl-C ends the step, saves a checkpoint and drains; the second kills. The same command resumes from
+    the last checkpoint. Changes since the run began are reported, or refused before anything starts.
     """
     if (machines is None) != (launcher is None) or (program and not machines):
         raise UserError("--machines and --launcher go together, --program with them")

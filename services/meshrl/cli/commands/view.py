@@ -87,7 +87,7 @@ def view(
 
 
 def _certificates(directories: Sequence[Path]) -> Certificates:
-    """Those of the first run. Raises ConfigError."""
+    """Certificates of the first run. Raises ConfigError."""
     path = directories[0] / RECIPE_NAME
     return load_run(path).tls.certificates if path.exists() else Certificates()
 

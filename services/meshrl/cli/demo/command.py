@@ -8,15 +8,15 @@ import math
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
 
+from meshrl.cli.charts import Chart, ChartLine, save
 from meshrl.cli.commands.init import DEMO, recipes
 from meshrl.cli.options import overrides_argument, preload_option
 from meshrl.common.plain_text import counted, say
@@ -30,7 +30,7 @@ from meshrl.launcher.text_console import text_console
 
 if TYPE_CHECKING:
     from meshrl.config.recipe import Recipe
-    from meshrl.trainer.offline.sft import SftProgress
+    from meshrl.trainer.offline.loop import OfflineProgress
 
 
 @click.command()
@@ -42,7 +42,7 @@ def demo(overrides: tuple[str, ...], plain: bool, only_prepare: bool, preload: b
     """Make a tiny model, warm it up, and let it learn by RL that thinking pays.
 
     Every run starts afresh under runs/demo, but for the warm-started model, which is kept. Results:
-    runs/demo/summary.json, curves.png and export/.
+    runs/demo/summary.json, curves.svg and export/.
     """
     file = recipes() / DEMO
     reward = json.dumps(str(file.with_name("reward.py")))  # wherever meshrl is installed
@@ -98,7 +98,7 @@ def _is_a_demos(directory: Path, model: Path) -> bool:
         return False
 
 
-def _show_warm_start(phase: str, progress: SftProgress) -> None:
+def _show_warm_start(phase: str, progress: OfflineProgress) -> None:
     if progress.exact_match is None and progress.step % 50 and progress.step != progress.steps:
         return
     match = "" if progress.exact_match is None else f", exact match {progress.exact_match:.2f}"
@@ -118,7 +118,8 @@ def _report(recipe: Recipe) -> None:
     ledger = asyncio.run(_stored_ledger(recipe))
     shown = summary(history, ledger, directory / "export")
     (directory / "summary.json").write_text(json.dumps(shown, indent=2) + "\n")
-    curves = draw_curves(history, directory / "curves.png")
+    curves = directory / "curves.svg"
+    draw_curves(history, curves)
     text_console().print(table(shown, history))
     say(f"{directory / 'summary.json'}\n{curves}\n{directory / 'export'}", lines=True)
 
@@ -229,34 +230,24 @@ def table(shown: Mapping[str, Any], history: DemoHistory) -> Table:
     return made
 
 
-def draw_curves(history: DemoHistory, path: Path) -> str:
-    """Accuracy, share of thinking and response length over seconds of RL: the PNG's name, or why there is none."""
-    if find_spec("matplotlib") is None:
-        return f"no {path}: matplotlib is not installed (meshrl's extra `torch` brings it)"
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+def draw_curves(history: DemoHistory, path: Path) -> None:
+    """Accuracy, share of thinking and response length over seconds of RL, as SVG."""
     trained = _over_time(history, history.steps)
     held_out = _over_time(history, history.evaluations)
-    curves: Iterable[tuple[str, str, str]] = (
+    charts = []
+    for title, sampled, greedy in (
         ("accuracy", "reward/mean", "val/score/mean"),
         ("share of thinking", "reward_component/thinks", "val/component/thinks"),
         ("response length, tokens", "response/length_mean", "val/response_length"),
-    )
-    for panel, (title, sampled, greedy) in zip(panels, curves, strict=True):
-        panel.plot(trained, [step[sampled] for step in history.steps], label="sampled, in training")
+    ):
+        in_training = [step[sampled] for step in history.steps]
         values = [evaluation[greedy] for evaluation in history.evaluations]
-        panel.plot(held_out, values, "o-", label="greedy, held out")
-        panel.set(title=title, xlabel="seconds of RL")
-        panel.set_ylim(bottom=0)
-        panel.grid(alpha=0.3)
-    panels[0].legend(loc="lower right")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return str(path)
+        curves = [
+            ChartLine("sampled, in training", trained, in_training),
+            ChartLine("greedy, held out", held_out, values),
+        ]
+        charts.append(Chart(title=f"{title}, over seconds of RL", curves=curves))
+    save(charts, path)
 
 
 def _over_time(history: DemoHistory, lines: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -17,12 +17,12 @@ from meshrl.cli.demo.tiny_model import PLAIN
 from meshrl.cli.demo.warm_start import Stage, warm_start, write_rows
 
 if TYPE_CHECKING:
-    from meshrl.trainer.offline.sft import SftProgress
+    from meshrl.trainer.offline.loop import OfflineProgress
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HELD_OUT_SHARE = 8
-"""One program in so many is held out, chosen by its text: it is never trained on."""
+"""One program in HELD_OUT_SHARE is held out, chosen by its text, and never trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def prepare(
     directory: Path,
     *,
     seed: int,
-    report: Callable[[str, SftProgress], None],
+    report: Callable[[str, OfflineProgress], None],
     kind: Mapping[str, Any] = PLAIN,
 ) -> None:
     """Make what is missing under `directory`: train.jsonl, held_out.jsonl and `model`; a finished warm start is kept.

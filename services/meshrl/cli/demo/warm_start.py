@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from meshrl.cli.demo.tiny_model import PLAIN, write_tiny_model
 
 if TYPE_CHECKING:
-    from meshrl.trainer.offline.sft import SftProgress
+    from meshrl.trainer.offline.loop import OfflineProgress
 
 Pair: TypeAlias = tuple[str, str]
 """A prompt and its response."""
@@ -60,7 +60,7 @@ def warm_start(
     held_out: Sequence[Row],
     *,
     seed: int,
-    report: Callable[[str, SftProgress], None],
+    report: Callable[[str, OfflineProgress], None],
     kind: Mapping[str, Any] = PLAIN,
     tokenizer: Any = None,
 ) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
 
+import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -29,7 +30,7 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.contract.types import Float32, Int32
+from meshrl.contract.types import Float32, Int32, Json
 from meshrl.http.common import MAX_DETAIL, AsciiJSON, first_mistake, headers_of
 from meshrl.rollout.agents.answer_stream import AnswerStream
 from meshrl.rollout.agents.requests import (
@@ -70,7 +71,7 @@ ANTHROPIC_KINDS = {
     503: "overloaded_error",
 }
 FINAL = (500, 503)
-"""A fault of the engine ends the session, so clients are told not to retry, which they would do by themselves."""
+"""A fault of the engine ends the session, so clients get a header against their own retries."""
 
 
 class ParameterError(UserError):
@@ -185,12 +186,18 @@ class AnswerFormat:
     logprobs: bool = False
     usage: bool = False
     """Whether a stream ends with its usage."""
+    prompt: bool = False
+    """Whether the answer tells log-probs of the prompt."""
+    echo: bool = False
+    """Whether the answer begins with the prompt."""
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
 
     def complete(self, asking: AnswerStream, answer: SessionAnswer) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
+        told = {"prompt_logprobs": self._of_prompt(asking, answer)} if self.prompt else {}
+        tokens, logprobs = answer.tokens, answer.logprobs
         if self.chat:
             calls = [_call(call) for call in answer.tool_calls]
             message: dict[str, Any] = {
@@ -200,9 +207,35 @@ class AnswerFormat:
             }
             choice["message"] = message | ({"tool_calls": calls} if calls else {})
         else:
-            choice["text"] = answer.text
-        choice["logprobs"] = self._logprobs(answer.tokens, answer.logprobs)
-        return self._body([choice], usage=answer, chunk=False)
+            before = self.tokenizer.decode(asking.prompt.tolist()) if self.echo else ""
+            choice |= {"text": before + answer.text, **told}
+            if self.echo and answer.prompt is not None:
+                tokens = np.concatenate([asking.prompt, tokens])
+                logprobs = np.concatenate([answer.prompt.logprobs, logprobs])
+        choice["logprobs"] = self._logprobs(tokens, logprobs)
+        return self._body([choice], usage=answer, chunk=False) | (told if self.chat else {})
+
+    def _of_prompt(self, asking: AnswerStream, answer: SessionAnswer) -> list[Json]:
+        """As vLLM tells them: at each place its token and the likeliest, by token; null at the first."""
+        found = answer.prompt
+        assert found is not None
+        places: list[Json] = [None]
+        for at, token in enumerate(asking.prompt[1:].tolist(), 1):
+            top = zip(found.top_ids[at].tolist(), found.top_logprobs[at].tolist(), strict=True)
+            # Of a token that is not among the likeliest, the rank is not known.
+            ranked: dict[int, tuple[float, int | None]] = {token: (float(found.logprobs[at]), None)}
+            ranked |= {each: (value, rank) for rank, (each, value) in enumerate(top, 1)}
+            places.append(
+                {
+                    str(each): {
+                        "logprob": value,
+                        "rank": rank,
+                        "decoded_token": self.tokenizer.decode([each]),
+                    }
+                    for each, (value, rank) in ranked.items()
+                }
+            )
+        return places
 
     async def stream(self, asking: AnswerStream) -> AsyncIterator[bytes]:
         """Server-sent events, ended by `[DONE]`; an error is one event and ends the stream."""
@@ -279,7 +312,7 @@ class AnswerFormat:
         if not self.logprobs:
             return None
         texts = [self.tokenizer.decode([token]) for token in tokens.tolist()]
-        values = [float(value) for value in logprobs]
+        values = [None if np.isnan(value) else float(value) for value in logprobs]
         if not self.chat:
             starts = list(accumulate(map(len, texts), initial=0))[:-1]
             return {

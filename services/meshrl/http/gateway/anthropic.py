@@ -3,7 +3,7 @@
     POST /messages                ──▶ MessagesBody.ask ──▶ session ──▶ MessageFormat
     POST /messages/count_tokens   ──▶ CountBody.ask ──▶ session.count_tokens
 
-A client that asks for thinking gets what stands between `<think>` and `</think>` as a block of its own.
+A client that asks for thinking gets the text between `<think>` and `</think>` as a block of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from meshrl.http.gateway.models import (
     Positive,
     StopString,
     checked_text,
+    chosen,
     content_of,
     function_schema,
     image_part,
@@ -67,7 +68,7 @@ class Base64Source(Body):
 
 
 class ImageBlock(Body):
-    """A picture, for a model that reads some; it is not fetched from a URL."""
+    """An image, for a vision-language model; it is not fetched from a URL."""
 
     type: Literal["image"]
     source: Base64Source
@@ -228,8 +229,7 @@ class MessagesBody(CountBody):
             tools=asked.tools,
             max_tokens=self.max_tokens,
             stop=checked_text("stop_sequences", tuple(self.stop_sequences)),
-            temperature=self.temperature,
-            top_p=self.top_p,
+            sampling=chosen(self),
         )
 
 

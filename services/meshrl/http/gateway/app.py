@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.security import HTTPBearer
@@ -33,7 +35,7 @@ from meshrl.http.gateway.sessions import SessionTable, address
 from meshrl.rollout.agents.agent import task_json
 from meshrl.rollout.agents.answer_stream import AnswerStream
 from meshrl.rollout.agents.requests import SessionAnswer, SessionEndedError, SessionRequest
-from meshrl.rollout.agents.session import AgentSession
+from meshrl.rollout.agents.session import Address, AgentSession
 from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.rpc.identity import CLAIM, Identity
 
@@ -43,6 +45,20 @@ PROTECTED = ("/v1/", "/sessions/")
 """Paths that need the API key of a session."""
 CLAIMS = "/v1/sessions"
 """Needs none: who claims a session has no key yet."""
+SAMPLING = frozenset(
+    f"/v1/{name}"
+    for name in (
+        "chat/completions",
+        "completions",
+        "responses",
+        "messages",
+        "messages/count_tokens",
+        "models",
+    )
+)
+MODELS = "/v1/models/"
+"""The only route besides `SAMPLING` for agents in containers: their rewards come from tests."""
+KEY_HEADERS = (b"authorization", b"x-api-key")
 CONVERSATION = "x-session-id"
 """The header in which a client of several conversations names one, as routers read it, too."""
 MAX_NAME = 256
@@ -98,6 +114,7 @@ def build_app(
         """Whether the gateway serves."""
         return {"status": "serving", "sessions": sessions.open_sessions}
 
+    sessions.row_app = partial(RowApp, app)
     app.include_router(_sessions(sessions, tokenizer), prefix="/v1")
     app.include_router(_session_routes(sessions, tokenizer), prefix="/v1")
     app.include_router(_session_routes(sessions, tokenizer), prefix="/sessions/{session_id}/v1")
@@ -138,6 +155,27 @@ class SessionAuth:
         self._identity.admit(CLAIM, presented_by(request))
 
 
+class RowApp:
+    """ASGI app for processes of one row's container: they sample for its session, whatever key they show."""
+
+    def __init__(self, app: ASGIApp, address: Address) -> None:
+        self._app = app
+        self._prefix = urlsplit(address.base_url).path.removesuffix("/v1")
+        self._key = (b"authorization", f"Bearer {address.api_key}".encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        path: str = scope["path"]
+        if path not in SAMPLING and not path.startswith(MODELS):
+            error = ForbiddenError(f"{path[:MAX_NAME]} is not for agents in containers")
+            await refused(error)(scope, receive, send)
+            return
+        headers = [header for header in scope["headers"] if header[0] not in KEY_HEADERS]
+        path = self._prefix + path
+        changed = {"path": path, "raw_path": path.encode(), "headers": [*headers, self._key]}
+        await self._app({**scope, **changed}, receive, send)
+
+
 def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRouter:
     """Routes of OpenAI's API, and the route on which an agent posts its reward."""
     router = APIRouter(responses=PROBLEMS, dependencies=SHOWS_KEY)
@@ -155,7 +193,8 @@ def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRout
         format: Format,
     ) -> Response:
         session = find(request)
-        sessions.tell_ignored(session, body.ignored)
+        used = asked.sampling if session.client_sampling else ()
+        sessions.tell_ignored(session, {*body.ignored} - {*used})
         asked = named(asked, request)
         await session.look_at(asked)
         return await _answered(session.ask(asked), format, request, stream=bool(body.stream))
@@ -167,6 +206,8 @@ def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRout
             tokenizer=tokenizer,
             logprobs=logprobs,
             usage=body.usage_in_stream,
+            prompt=body.prompt_logprobs is not None,
+            echo=isinstance(body, m.CompletionBody) and bool(body.echo),
         )
 
     @router.post("/chat/completions", tags=["openai"])

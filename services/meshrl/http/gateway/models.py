@@ -13,9 +13,14 @@ from meshrl.http.gateway.answers import ParameterError
 from meshrl.rollout.agents.requests import SessionRequest, read_arguments
 
 MAX_STOPS = 16
+MOST_TOP = 20
+"""As vLLM's default."""
 MAX_TOKENS = 1 << 31
 Positive = Annotated[int, Field(ge=1, lt=MAX_TOKENS)]
 Token = Annotated[int, Field(ge=0, lt=MAX_TOKENS)]
+Bias = Annotated[FiniteFloat, Field(ge=-100, le=100)]
+DISTRIBUTION = ("temperature", "top_p", "min_p", "repetition_penalty", "logit_bias")
+"""Fields of requests that change the distribution, and are used with `program_options.client_sampling`."""
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Stops = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None
 
@@ -101,7 +106,7 @@ class ImageUrl(Body):
 
 
 class ImagePart(Body):
-    """A part of a message that is a picture, for a model that reads some."""
+    """An image in a message, for a vision-language model."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
@@ -183,6 +188,10 @@ class Sampling(Body):
     """Used only with `program_options.client_sampling`; see the how-to."""
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
     """As `temperature`."""
+    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
+    """As `temperature`; a field of vLLM and SGLang."""
+    repetition_penalty: Annotated[FiniteFloat, Field(gt=0, le=2)] | None = None
+    """As `min_p`."""
     n: int | None = 1
     """Must be 1."""
     seed: int | None = None
@@ -191,8 +200,11 @@ class Sampling(Body):
     """Must be 0."""
     presence_penalty: FiniteFloat | None = None
     """Must be 0."""
-    logit_bias: dict[str, JsonValue] | None = None
-    """Must be absent."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    """A field of vLLM: log-probs of the prompt's tokens under the policy itself, and of this many of the likeliest at
+    each place. Must be absent of a streamed answer."""
+    logit_bias: dict[Token, Bias] | None = None
+    """Must be empty without `client_sampling`."""
     user: str | None = None
 
     @property
@@ -203,8 +215,8 @@ class Sampling(Body):
     @property
     def ignored(self) -> tuple[str, ...]:
         """Fields that would change the prompt or the answer elsewhere, and do not here."""
-        given = (self.model_extra or {}).items()
-        return tuple(sorted(n for n, value in given if value is not None and CHANGING.fullmatch(n)))
+        given = (self.model_extra or {}) | chosen(self)
+        return tuple(sorted(n for n, v in given.items() if v is not None and CHANGING.fullmatch(n)))
 
     @property
     def usage_in_stream(self) -> bool:
@@ -220,8 +232,17 @@ class Sampling(Body):
                 raise ParameterError(
                     name, f"{name} must be 0: the policy is sampled as it is trained"
                 )
-        if self.logit_bias:
-            raise ParameterError("logit_bias", "logit_bias must be empty: see frequency_penalty")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ParameterError(
+                "prompt_logprobs",
+                "prompt_logprobs must be absent: streamed answers do not have them",
+            )
+
+
+def chosen(body: Body) -> dict[str, Any]:
+    """The parameters of the distribution that a request has, by their names in SamplingParams."""
+    given = {name: getattr(body, name, None) for name in DISTRIBUTION}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 class ChatBody(Sampling):
@@ -262,8 +283,8 @@ class ChatBody(Sampling):
             ),
             max_tokens=self.max_completion_tokens or self.max_tokens,
             stop=checked_text("stop", self.stops),
-            temperature=self.temperature,
-            top_p=self.top_p,
+            sampling=chosen(self),
+            prompt_top=self.prompt_logprobs,
         )
 
 
@@ -274,7 +295,7 @@ class CompletionBody(Sampling):
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
     """0 and 1 both give the log-probs of the sampled tokens."""
     echo: bool | None = False
-    """Must be false."""
+    """Whether the answer begins with the prompt; must be false of a streamed answer."""
     suffix: str | None = None
     """Must be absent."""
     best_of: int | None = 1
@@ -283,20 +304,21 @@ class CompletionBody(Sampling):
     def ask(self) -> SessionRequest:
         """Raises ParameterError."""
         self.check()
-        if self.echo:
-            raise ParameterError("echo", "echo must be false")
+        if self.echo and self.stream:
+            raise ParameterError("echo", "echo must be false: streamed answers begin with new text")
         if self.suffix:
             raise ParameterError(
                 "suffix", "suffix must be empty: the policy samples from left to right"
             )
         if self.best_of not in (None, 1):
             raise ParameterError("best_of", "best_of must be 1: a session is one row")
+        echoed = 0 if self.echo and self.logprobs is not None else None
         return SessionRequest(
             prompt=checked_text("prompt", self._prompt()),
             max_tokens=self.max_tokens,
             stop=checked_text("stop", self.stops),
-            temperature=self.temperature,
-            top_p=self.top_p,
+            sampling=chosen(self),
+            prompt_top=echoed if self.prompt_logprobs is None else self.prompt_logprobs,
         )
 
     def _prompt(self) -> str | tuple[int, ...]:

@@ -2,7 +2,7 @@
 
     POST /responses   ──▶ ResponsesBody.ask ──▶ session ──▶ ResponseFormat
 
-`previous_response_id` names an answer of the same session. A client that asks for reasoning gets what stands between
+`previous_response_id` names an answer of the same session. A client that asks for reasoning gets the text between
 `<think>` and `</think>` as an item of its own. Custom tools, whose input is text, are functions of one argument for
 the policy; tools of OpenAI's own servers are left out.
 """
@@ -27,6 +27,7 @@ from meshrl.http.gateway.models import (
     Positive,
     check_tool_choice,
     checked_text,
+    chosen,
     content_of,
     function_schema,
     image_part,
@@ -57,7 +58,7 @@ class TextContent(Body):
 
 
 class ImageContent(Body):
-    """A part of a message that is a picture, for a model that reads some."""
+    """An image in a message, for a vision-language model."""
 
     type: Literal["input_image"]
     image_url: Annotated[str, Field(pattern=r"^data:image/[a-z+*.-]+;base64,")]
@@ -114,7 +115,7 @@ class ReasoningItem(Body):
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
     encrypted_content: str | None = None
-    """Not encrypted: what `joined` wants."""
+    """The text for `joined`, not encrypted."""
 
 
 def _kind(item: Any) -> str:
@@ -184,7 +185,7 @@ class ResponsesBody(Body):
 
     @property
     def known_tools(self) -> list[ToolItem]:
-        """Those that a client runs."""
+        """Tools that the client runs."""
         return [tool for tool in self.tools if tool.type in ("function", "custom") and tool.name]
 
     @property
@@ -223,8 +224,7 @@ class ResponsesBody(Body):
             messages=(*first, *before, *self.messages()),
             tools=tuple(checked_text("tools", tool.function()) for tool in tools),
             max_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
+            sampling=chosen(self),
         )
 
 
@@ -337,7 +337,8 @@ class ResponseFormat:
             failure = error_body(error)["error"]
             failed = self._body(items.done, None) | {"status": "failed", "error": failure}
             yield items.event("response.failed", response=failed)
-            yield items.event("error", **failure)
+            told = {key: failure[key] for key in ("code", "message", "param")}
+            yield items.event("error", **told)
             return
         answer = asking.answer
         assert answer is not None

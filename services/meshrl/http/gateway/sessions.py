@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakKeyDictionary
@@ -14,7 +15,9 @@ from weakref import WeakKeyDictionary
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp
 
+from meshrl.common.sockets import join_address
 from meshrl.contract.errors import (
     ForbiddenError,
     UnauthenticatedError,
@@ -25,6 +28,7 @@ from meshrl.contract.types import PostedReward
 from meshrl.rollout.agents.requests import SessionEndedError
 from meshrl.rollout.agents.session import Address, AgentSession
 from meshrl.rpc.credentials import sha256
+from meshrl.rpc.http_server import ConnectionLimits, serving_on
 
 if TYPE_CHECKING:
     from meshrl.http.gateway.responses import SaidBefore
@@ -34,8 +38,12 @@ log = logging.getLogger(__name__)
 REMEMBERED = 4096
 """Ended sessions that are remembered, so that their clients get 'ended' instead of 'unknown key'."""
 MOST_TOLD = 64
-"""Names of ignored fields that are told: clients invent them."""
+"""Names of ignored fields that are logged: clients invent them."""
 MAX_TOLD_CHARS = 64
+ROW_LIMITS = ConnectionLimits(64)
+"""Connections from the container of one row."""
+NO_KEY = "unused"
+"""The key of clients in a container: they are known by the socket on which they come."""
 Claim: TypeAlias = asyncio.Future[AgentSession]
 
 
@@ -63,6 +71,8 @@ class SessionTable:
         """Sampled tokens of ended sessions that are not in their rows."""
         self.on_demand: Callable[[], None] = lambda: None
         """Called when another caller waits for a session; a worker sets it, and looks at `demand` when it starts."""
+        self.row_app: Callable[[Address], ASGIApp]
+        """Makes an app for processes that may sample for one session; set by the app of the gateway."""
         self._open: dict[str, AgentSession] = {}
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._claims: deque[Claim] = deque()
@@ -109,6 +119,14 @@ class SessionTable:
             )
             if len(self._ended) > REMEMBERED:
                 self._ended.popitem(last=False)
+
+    @asynccontextmanager
+    async def bound(self, address: Address, listener: socket.socket) -> AsyncIterator[Address]:
+        """Let whoever connects to `listener` sample for the session at `address`, and do nothing else."""
+        url = f"http://{join_address(*listener.getsockname())}/v1"
+        app = self.row_app(address)
+        async with serving_on(listener, app, ROW_LIMITS, name="gateway of a row", grace_s=0):
+            yield Address(base_url=url, api_key=NO_KEY)
 
     def hand_over(self, session: AgentSession, address: Address) -> bool:
         """Give an open session to the external agent that has waited longest; False when none waits."""

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
-from pydantic import ValidationError
-from starlette.datastructures import FormData, UploadFile
 from starlette.responses import PlainTextResponse, Response
 from typing_extensions import override
 
-from meshrl.contract.errors import UserError
 from meshrl.http.common import AsciiJSON, BodyLimit, install, presented_by, problem
 from meshrl.http.rewards import models as m
-from meshrl.rewardd.pool.signatures import FunctionKind
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rpc.audit_log import AuditedChanges
 from meshrl.rpc.identity import CALLER, Identity
@@ -83,9 +78,9 @@ def build_app(
     install(app)
 
     @app.get("/health", tags=["service"])
-    async def health() -> m.HealthModel:
-        """Whether the service is up."""
-        return m.HealthModel(status="serving", scoring=registry.judge.reward_hash)
+    async def health() -> dict[str, str]:
+        """Whether the service is up, and the version that scores."""
+        return {"status": "serving", "scoring": registry.judge.reward_hash}
 
     app.state.identity = identity
     router = APIRouter(
@@ -99,12 +94,11 @@ def build_app(
     _add_changes(router, changes)
     _add_trials(router, registry)
     app.include_router(router)
-    _declare(app)
     return app
 
 
 def _add_versions(router: APIRouter, registry: Registry) -> None:
-    """Routes that read versions."""
+    """Add routes that read versions."""
 
     @router.get("")
     async def list_rewards() -> m.ListModel:
@@ -132,12 +126,11 @@ def _add_versions(router: APIRouter, registry: Registry) -> None:
 
 
 def _add_changes(router: APIRouter, changes: AuditedChanges) -> None:
-    """Routes that submit versions, and change which one a name points to."""
+    """Add routes that submit versions and change the version of a name."""
 
-    @router.post("", status_code=201, openapi_extra=SUBMISSION)
-    async def submit_reward(request: Request) -> m.AcceptedModel:
+    @router.post("", status_code=201)
+    async def submit_reward(body: m.SubmitBody) -> m.AcceptedModel:
         """Accept a version and point its name to it."""
-        body = await _read(request)
         accepted = await changes.submit(body.submission())
         return m.AcceptedModel(
             hash=accepted.manifest.hash,
@@ -158,7 +151,7 @@ def _add_changes(router: APIRouter, changes: AuditedChanges) -> None:
 
 
 def _add_trials(router: APIRouter, registry: Registry) -> None:
-    """Routes that score samples with any version; the scores do not enter a run."""
+    """Add routes that score samples with any version; the scores do not enter a run."""
 
     @router.post("/{name}/score")
     async def score(name: str, body: m.ScoreBody) -> list[m.ScoreModel]:
@@ -173,96 +166,3 @@ def _add_trials(router: APIRouter, registry: Registry) -> None:
         samples = [one.sample(number) for number, one in enumerate(body.samples)]
         differences = await registry.compare(name, body.a, body.b, samples)
         return m.DifferencesModel.of(differences)
-
-
-MAX_FORM_FIELDS = 32
-SUBMISSION = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {"schema": {"$ref": "#/components/schemas/SubmitBody"}},
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["name", "file"],
-                    "properties": {
-                        "name": {"type": "string"},
-                        "file": {"type": "string", "format": "binary"},
-                        "entry_point": {"type": "string"},
-                        "kind": {"type": "string", "enum": [k.value for k in FunctionKind]},
-                        "deps": {"type": "string", "description": "separated by commas"},
-                        "tests": {"type": "string", "description": "a JSON list"},
-                        "limits": {"type": "string", "description": "a JSON object"},
-                        "note": {"type": "string"},
-                        "hold": {"type": "string", "enum": ["true", "false"]},
-                    },
-                }
-            },
-        },
-    }
-}
-
-
-def _declare(app: FastAPI) -> None:
-    """Add the body to the OpenAPI document: FastAPI does not know it, because the handler reads it itself."""
-    model = m.SubmitBody
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = generate()
-        schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        if model.__name__ not in schemas:
-            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-            schemas |= schema.pop("$defs", {})
-            schemas[model.__name__] = schema
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign] # FastAPI's own way of extending the document
-
-
-async def _read(request: Request) -> m.SubmitBody:
-    """A submission. Raises UserError."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == "multipart/form-data":
-        async with request.form(max_files=1, max_fields=MAX_FORM_FIELDS) as form:
-            return _validated(await _fields(form))
-    if kind != "application/json":
-        raise UserError(f"content type {kind[:80]!r}: want application/json or multipart/form-data")
-    try:
-        fields = json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"the body is not JSON: {error}") from error
-    return _validated(fields)
-
-
-def _validated(fields: Any) -> m.SubmitBody:
-    try:
-        return m.SubmitBody.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the body"
-        raise UserError(f"{where}: {first['msg']}") from error
-
-
-async def _fields(form: FormData) -> Mapping[str, Any]:
-    """The form's fields as in the JSON body: `file` is the source, or a wheel if its name ends with .whl."""
-    fields: dict[str, Any] = {}
-    for key, value in form.multi_items():
-        if key in fields or (key == "file") != isinstance(value, UploadFile):
-            raise UserError(
-                f"form field {key[:40]!r}: want it once, `file` as a file and the others as text"
-            )
-        fields[key] = value
-    upload = fields.pop("file", None)
-    if upload is None:
-        raise UserError("the form has no file")
-    data = await upload.read()
-    fields |= m.wheel_or_source(upload.filename or "", data)
-    if "deps" in fields:
-        fields["deps"] = [dep for dep in fields["deps"].split(",") if dep.strip()]
-    for key in {"tests", "limits"} & fields.keys():
-        try:
-            fields[key] = json.loads(fields[key])
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{key} is not JSON: {error}") from error
-    return fields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
@@ -12,7 +12,7 @@ from meshrl.contract.codec import printable
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, Outcome, Sample, Uid
 from meshrl.rewardd.pool.signatures import FunctionKind
-from meshrl.rewardd.registry.types import Case, Differences, Manifest, Submission
+from meshrl.rewardd.registry.types import Case, Differences, Event, Manifest, Submission
 
 
 def _text(value: str) -> str:
@@ -31,7 +31,7 @@ class _Model(BaseModel):
 
 
 class _Same(_Model):
-    """Has fields of a type of the registry."""
+    """A body with the fields of a type of the registry."""
 
     @classmethod
     def of(cls, value: object) -> Self:
@@ -39,18 +39,27 @@ class _Same(_Model):
         return cls.model_validate(value, from_attributes=True)
 
 
-class CaseModel(_Same):
-    """A sample and the score that it must get."""
+class SampleModel(_Model):
+    """A judge's input."""
 
     solution: Text
-    score: FiniteFloat
     ground_truth: Json = None
     data_source: Text = ""
     extra_info: dict[str, Any] = Field(default_factory=dict)
+
+    def sample(self, number: int) -> Sample:
+        """As the registry's type."""
+        return Sample(uid=Uid("try", "sample", number), **self.model_dump())
+
+
+class CaseModel(SampleModel, _Same):
+    """A sample and the score that it must get."""
+
+    score: FiniteFloat
     tolerance: FiniteFloat = Field(default=1e-6, ge=0)
 
     def case(self) -> Case:
-        """As the registry's type."""
+        """The case as the registry's type."""
         return Case(**self.model_dump())
 
 
@@ -79,7 +88,7 @@ class SubmitBody(_Model):
     """True stores the version without pointing the name to it."""
 
     def submission(self) -> Submission:
-        """As the registry's type. Raises UserError if `wheel` is not base64."""
+        """The submission as the registry's type. Raises UserError if `wheel` is not base64."""
         try:
             wheel = base64.b64decode(self.wheel, validate=True)
         except (binascii.Error, ValueError) as error:
@@ -98,16 +107,6 @@ class SubmitBody(_Model):
         )
 
 
-class EventModel(_Model):
-    """One event in the history of a name."""
-
-    action: Literal["submit", "point", "retire"]
-    hash: str
-    by: str
-    at: float
-    note: str = ""
-
-
 class NameModel(_Same):
     """A name and its history."""
 
@@ -116,7 +115,7 @@ class NameModel(_Same):
     """The version that it points to; empty while it points nowhere."""
     versions: list[str]
     retired: Annotated[list[str], BeforeValidator(sorted)]
-    history: list[EventModel]
+    history: list[Event]
 
 
 class AcceptedModel(_Model):
@@ -203,19 +202,6 @@ class VersionModel(_Model):
         )
 
 
-class SampleModel(_Model):
-    """A judge's input."""
-
-    solution: Text
-    ground_truth: Json = None
-    data_source: Text = ""
-    extra_info: dict[str, Any] = Field(default_factory=dict)
-
-    def sample(self, number: int) -> Sample:
-        """As the registry's type."""
-        return Sample(uid=Uid("try", "sample", number), **self.model_dump())
-
-
 class ScoreBody(_Model):
     """Samples to try a version on."""
 
@@ -248,20 +234,3 @@ class VersionBody(_Model):
     """A version, by its hash or a prefix of it."""
 
     version: Text = ""
-
-
-class HealthModel(_Model):
-    """Up, and scoring with this version."""
-
-    status: Literal["serving"]
-    scoring: str
-
-
-def wheel_or_source(file_name: str, data: bytes) -> dict[str, str]:
-    """The fields of a SubmitBody that a file fills. Raises UserError for a source that is not UTF-8."""
-    if file_name.endswith(".whl"):
-        return {"wheel": base64.b64encode(data).decode()}
-    try:
-        return {"source": data.decode()}
-    except UnicodeDecodeError as error:
-        raise UserError(f"the file is not UTF-8 text: {error}") from error

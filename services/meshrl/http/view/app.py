@@ -66,7 +66,7 @@ class LiveServices(Protocol):
         ...
 
     async def flow(self, run_dir: Path) -> dict[str, Any]:
-        """The ledger, what waits for whom, the rows that were given up."""
+        """The ledger, the waits, the dead letters."""
         ...
 
     async def replay(self, run_dir: Path, stage: str, outcome: str, reason: str) -> int:
@@ -233,7 +233,7 @@ def build_app(
 
 
 def _add_runs(router: APIRouter) -> None:
-    """Routes of the curves, and of what changes."""
+    """Add routes of the curves, and of what changes."""
 
     @router.get("/runs")
     def list_runs(shown: All) -> list[dict[str, Any]]:
@@ -317,7 +317,7 @@ class Letters(BaseModel):
 
 
 def _add_live(router: APIRouter) -> None:
-    """Routes that ask the services."""
+    """Add routes that ask the services."""
 
     @router.get("/runs/{key}/fleet")
     async def fleet(run: Run, shown: All) -> dict[str, Any]:
@@ -361,7 +361,7 @@ async def _answer(question: Awaitable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _add_timeline(router: APIRouter) -> None:
-    """The route of one step over time."""
+    """Add the route of one step over time."""
 
     @router.get("/runs/{key}/timeline")
     def timeline(run: Run, step: int | None = None) -> dict[str, Any]:
@@ -379,7 +379,7 @@ def _add_timeline(router: APIRouter) -> None:
 
 
 def _add_settings(router: APIRouter) -> None:
-    """The route of the configuration."""
+    """Add the route of the configuration."""
 
     @router.get("/runs/{key}/config")
     def config(run: Run, shown: All, other: str = "") -> dict[str, Any]:
@@ -391,7 +391,7 @@ def _add_settings(router: APIRouter) -> None:
 
 
 def _add_rows(router: APIRouter) -> None:
-    """Routes of the rollouts."""
+    """Add routes of the rollouts."""
 
     @router.get("/runs/{key}/steps")
     def steps(run: Run) -> dict[str, Any]:

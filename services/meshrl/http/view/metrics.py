@@ -204,7 +204,7 @@ class SpanFiles:
         )
 
     def timeline(self, step: int) -> dict[str, Any]:
-        """Who did what while a step was made, the last time if more than once: from its first span to its last one.
+        """The spans of all services while a step was made, by service; of a repeated step, during its last attempt.
 
         Raises:
             NotFoundError: the step has no spans.

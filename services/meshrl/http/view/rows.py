@@ -89,7 +89,7 @@ def page_of(run_dir: Path, split: Split, step: int, question: RowQuery) -> dict[
 
 
 def groups_of(run_dir: Path, split: Split, step: int, question: RowQuery) -> dict[str, Any]:
-    """As `page_of`, in groups: those that hold a row asked for, in the order of their first, with all their rows."""
+    """Whole groups with a row of the `question`, in the order of their first one, paged as by `page_of`."""
     path = _path(run_dir, split, step)
     with _reading(path):
         table = _summary(path)

@@ -4,7 +4,7 @@ queue ◀──leases, writes── RolloutWorker ──▶ engine ◀── Rep
                                               ▲                             ──reports──▶
                         RolloutServicer (GetStats)
 
-Where the program is led by agents of other makes, a gateway stands between them and the engine (meshrl.http.gateway).
+Where the program is led by agents of other makes, a gateway is between them and the engine (meshrl.http.gateway).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from meshrl.launcher.stage_service import (
     work_until_stopped,
 )
 from meshrl.rollout.engines import build_engine
+from meshrl.rollout.loop_watchdog import LoopWatchdog
 from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.time_slices import SleepingEngine, TimeSlicedEngine
 from meshrl.rollout.tokenizer import load_tokenizer
-from meshrl.rollout.user_functions import LoopWatchdog
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc import tls
 from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer, NoProgressError, ServiceContext
-from meshrl.rpc.servicers import EngineCollector, RolloutServicer
+from meshrl.rpc.servicers import BoxCollector, EngineCollector, RolloutServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.fleet import ReplicaReport
@@ -55,7 +55,12 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             gateway_of(recipe, tokenizer, context.settings, name=context.name)
         )
         programs = await stack.enter_async_context(
-            ProgramCache(recipe.rollout.program, recipe.rollout.program_options, gateway=gateway)
+            ProgramCache(
+                recipe.rollout.program,
+                recipe.rollout.program_options,
+                gateway=gateway,
+                containers=recipe.rollout.containers,
+            )
         )
         await programs.start()
         queue = await stack.enter_async_context(connect_mesh_queue(recipe, context))
@@ -72,6 +77,8 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
 
         if gateway is not None:
             gateway.on_demand = worker.wake
+        if programs.boxes is not None:
+            programs.boxes.wake = worker.wake
 
         def drain() -> None:
             worker.drain()
@@ -86,6 +93,8 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             server.registry.register(EngineCollector(engine))
             if gateway is not None:
                 server.registry.register(GatewayMetrics(gateway))
+            if programs.boxes is not None:
+                server.registry.register(BoxCollector(programs.boxes))
             agent = ReplicaController(
                 recipe.weights,
                 run=recipe.run.name,

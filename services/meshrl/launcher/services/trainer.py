@@ -203,10 +203,10 @@ class _Mute:
     """The publisher of a rank that publishes nothing: rank 0 does."""
 
     async def publish(self, source: object) -> None:
-        """Nothing arrives here."""
+        """Do nothing: rank 0 publishes."""
 
     async def drained(self) -> None:
-        """Nothing is ever in transfer."""
+        """Return at once: this rank transfers nothing."""
 
 
 async def _evaluator(

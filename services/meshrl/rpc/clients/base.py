@@ -15,7 +15,6 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial, wraps
-from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar, cast
 
 import grpc
@@ -41,7 +40,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 2.0
 LOG_EVERY_S: Final = 60.0
-"""Between two log lines about the same full disk."""
+"""Seconds between two log lines about the same full disk."""
 LAST_WAIT_S: Final = 10.0
 """How long callers still wait for the service after `stop_waiting`."""
 
@@ -378,12 +377,7 @@ class GrpcClient(MethodTable):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     async def close(self) -> None:

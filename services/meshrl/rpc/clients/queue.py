@@ -291,7 +291,7 @@ class LeaseRenewer:
         stream.add_done_callback(partial(self._stream_ended, worker))
 
     def _stream_ended(self, worker: str, stream: EndingStream) -> None:
-        """The stream broke: reopen it and renew, before the queue decides that this process is dead."""
+        """Reopen a broken stream and renew, before the queue decides that this process is dead."""
         if stream.code() is grpc.StatusCode.UNIMPLEMENTED:
             return  # a queue without this method knows this process only by its leases
         with self._changed:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from typing import Self
 
 import grpc
 
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, UnavailableError
+from meshrl.contract.ports import Training
 from meshrl.contract.types import EngineStats, Sample, Score, TrainerStatus
 from meshrl.rpc.clients.base import (
     INTERACTIVE_RETRY_S,
@@ -17,12 +19,20 @@ from meshrl.rpc.clients.base import (
     SERVICE_RETRY_S,
     GrpcClient,
     RetryBudget,
+    connect,
     row,
 )
-from meshrl.rpc.credentials import MeshRole
+from meshrl.rpc.credentials import Credential, MeshRole
 from meshrl.rpc.errors import from_rpc
 from meshrl.rpc.methods import MethodTable, bare_row, service
-from meshrl.v1 import reward_pb2, rollout_pb2, trainer_pb2, weight_patches_pb2, weights_pb2
+from meshrl.v1 import (
+    reward_pb2,
+    rollout_pb2,
+    trainer_pb2,
+    training_pb2,
+    weight_patches_pb2,
+    weights_pb2,
+)
 
 TRAINER, ROLLOUT, READER = MeshRole.TRAINER, MeshRole.ROLLOUT, MeshRole.READER
 
@@ -72,6 +82,27 @@ class WeightPatchesTable(
     """meshrl.v1.WeightPatches."""
 
     by_hand = (bare_row("Fetch", ROLLOUT, waits=True),)
+
+
+class TrainingTable(MethodTable, Training, service=service(training_pb2.DESCRIPTOR, "Training")):
+    """meshrl.v1.Training."""
+
+    submit = row("Submit", MeshRole.TUNER)(Training.submit)
+    result = row("Result", MeshRole.TUNER, waits=True)(Training.result)
+
+
+class TrainingPortClient(GrpcClient, TrainingTable):
+    """A remote server that trains models for callers."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        retry_s: float = SERVICE_RETRY_S,
+        credential: Credential | None = None,
+    ) -> None:
+        opened = partial(connect, credential=credential)
+        super().__init__("training", address, retry_s, connect=opened)
 
 
 class RolloutClient(GrpcClient, RolloutTable):
@@ -147,7 +178,7 @@ class TrainerClient(GrpcClient, TrainerTable):
     async def watch(self, *, every_s: float = 10.0) -> AsyncIterator[TrainerStatus]:
         """A status at once, after every change and at least every `every_s` seconds; the last has `phase.ended`.
 
-        If the trainer restarts within `retry_s`, the iterator goes on.
+        If the trainer restarts within `retry_s`, the iterator continues.
 
         Raises UnavailableError if the trainer stays away or sends nothing.
         """

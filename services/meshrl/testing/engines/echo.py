@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 LOGPROB = -0.5
 """Log-prob of every token."""
 POLL_S = 0.02
-"""Between two reads of the control file while the engine stalls."""
+"""Seconds between two reads of the control file while the engine stalls."""
 
 
 Push: TypeAlias = Callable[[GenerateDelta | MeshError], None]
@@ -219,7 +219,7 @@ class EchoEngine:
     async def _respond(
         self, request: GenerateRequest, push: Push, whole: int, tokens_per_delta: int
     ) -> None:
-        """Push a response of `whole` tokens, as far as the request allows so many."""
+        """Push a response of `whole` tokens, or as many as the request allows."""
         sent = request.continued
         prompt = request.prompt_ids[: len(request.prompt_ids) - sent]
         length = min(whole, sent + request.sampling.max_tokens)
@@ -240,7 +240,7 @@ class EchoEngine:
             push(_delta(tokens, self.version, reason if sent == length else ""))
 
     async def _sample(self, tokens: int) -> None:
-        """Take the time that so many tokens of one request need."""
+        """Take the time that the tokens of one request need."""
         await asyncio.sleep(tokens / self._config.tokens_per_s)
 
     async def _obey(self) -> None:

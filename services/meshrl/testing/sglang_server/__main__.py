@@ -6,13 +6,12 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
 from meshrl.rollout.server_engine.checkpoint import read_checkpoint
 from meshrl.testing.sglang_server.routes import Routes
-from meshrl.testing.sglang_server.scheduler import Scheduler, ServerGroup, Updates
+from meshrl.testing.sglang_server.scheduler import Scheduler, Updates
 
 VERSION = "0.5.23"
 """The SGLang version that it imitates."""
@@ -29,7 +28,7 @@ def main() -> None:
         eos=facts.eos_token_ids,
         step_s=known.step_s,
     )
-    updates = Updates(scheduler, loaders=known.custom_weight_loader, join=_join)
+    updates = Updates(scheduler, loaders=known.custom_weight_loader)
     info = {
         **{key: value for key, value in vars(known).items() if key != "model_path"},
         "model_path": str(known.model_path),
@@ -54,7 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-total-tokens", type=int, default=65536)
     parser.add_argument("--tp-size", "--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--dp-size", "--data-parallel-size", type=int, default=1)
-    parser.add_argument("--pp-size", "--pipeline-parallel-size", type=int, default=1)
     parser.add_argument("--weight-cache-mode", default="off")
     parser.add_argument("--sampling-mask-max-tokens", type=int, default=4096)
     parser.add_argument("--custom-weight-loader", nargs="*", default=[])
@@ -71,12 +69,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--step-s", type=float, default=0.0, help="ours: time of a decode step")
     return parser
-
-
-def _join(body: dict[str, Any]) -> ServerGroup:
-    from meshrl.testing.sglang_server.group import GlooRank  # imports torch
-
-    return GlooRank(body)
 
 
 def _die(last_line: str) -> None:

@@ -83,9 +83,6 @@ class Routes:
             "/end_weight_update": self._end,
             "/update_weights_from_tensor": self._from_tensor,
             "/update_weights_from_disk": self._from_disk,
-            "/init_weights_update_group": self._init_group,
-            "/destroy_weights_update_group": self._destroy_group,
-            "/update_weights_from_distributed": self._from_distributed,
             "/update_weight_version": self._relabel,
             "/fake/fault": self._fault,
         }
@@ -306,16 +303,6 @@ class Routes:
         await self._abort({"abort_all": body.get("abort_all_requests", False)})
         return await self._loaded(await self._updates.from_disk(Path(body["model_path"])), body)
 
-    async def _from_distributed(self, body: Body) -> Response:
-        await self._abort({"abort_all": body.get("abort_all_requests", False)})
-        return await self._loaded(await self._updates.from_group(body), body)
-
-    async def _init_group(self, body: Body) -> Response:
-        return _answered(await self._updates.join(body))
-
-    async def _destroy_group(self, body: Body) -> Response:
-        return _answered(await self._updates.leave(body["group_name"]))
-
     async def _loaded(self, answer: tuple[bool, str], body: Body) -> Response:
         """Label, then flush: a refused flush fails the call although the weights are loaded."""
         done, message = answer
@@ -340,7 +327,7 @@ class Routes:
 
         `{"route", "status", "message", "times", "streamed"}`: the route answers so; `{"die_at": tokens}`;
         `{"stalled": bool}`; `{"partial": bool}`: the next load stops halfway; `{"holds": [[tokens, label], …]}`:
-        after so many more tokens no step runs until the label is that; `{"says_mark": bool}`: tokens equal the mark.
+        after these tokens no step runs until the label is set; `{"says_mark": bool}`: tokens equal the mark.
         """
         scheduler = self._scheduler
         if "route" in body:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,10 +32,6 @@ MARKS = 256
 GARBAGE = MARKS - 1
 """The mark of weights that are half one version and half another."""
 OUTSIDE = "{route} must run between begin_weight_update() and end_weight_update()"
-PARTIAL = (
-    "Failed to update parameter online: {error}. The full weights of the ModelRunner are partially updated. "
-    "Please discard the whole weights."
-)
 Answer = tuple[bool, str]
 
 
@@ -132,9 +128,9 @@ class Scheduler:
         self.step_s = step_s
         self.stalled = False
         self.holds: deque[tuple[int, str]] = deque()
-        """(tokens, label): after so many recorded tokens no step runs until the version label is `label`."""
+        """(tokens, label): after `tokens` recorded tokens no step runs until the version label is `label`."""
         self.die_at: int | None = None
-        """The process is killed when so many tokens have been recorded."""
+        """Recorded tokens at which the process is killed."""
         self.paused = False
         self.tokens_are_marks = True
         """Tokens equal the mark; else they vary with request and position."""
@@ -239,7 +235,7 @@ class Scheduler:
         self._running = [request for request in self._running if request.finish is None]
 
     def _prefill(self, request: Request) -> None:
-        """A cached prefix keeps the mark of the weights that computed it."""
+        """Compute the prompt; a cached prefix keeps the mark of the weights that computed it."""
         prefix = (request.salt, request.prompt)
         request.cache_mark = self._prefixes.setdefault(prefix, self.mark)
         request.sampled = len(request.tokens)
@@ -308,18 +304,6 @@ class Died(Exception):
     """An exception that ends the scheduler, and with it the server."""
 
 
-class ServerGroup(Protocol):
-    """A process group that receives weights."""
-
-    def receive(self, body: dict[str, Any]) -> int:
-        """Receive one broadcast; the mark in it, or the last one. Raises what the real server raises."""
-        ...
-
-    def close(self) -> None:
-        """Leave the group."""
-        ...
-
-
 class Updates:
     """One weight-update session at a time."""
 
@@ -328,14 +312,11 @@ class Updates:
         scheduler: Scheduler,
         *,
         loaders: Collection[str],
-        join: Callable[[dict[str, Any]], ServerGroup],
     ) -> None:
         self.partial = False
         """The next load stops halfway."""
         self._scheduler = scheduler
         self._loaders = loaders
-        self._join = join
-        self._groups: dict[str, ServerGroup] = {}
         self._open = False
 
     async def begin(self) -> Answer:
@@ -373,43 +354,6 @@ class Updates:
         except Exception as error:
             return False, f"Failed to get weights iterator: {error}."
         return True, "Succeeded to update model weights."
-
-    async def from_group(self, body: dict[str, Any]) -> Answer:
-        """Receive one broadcast."""
-        if not self._open:
-            return False, OUTSIDE.format(route="update_weights_from_distributed")
-        group = self._groups.get(body["group_name"])
-        if group is None:
-            known = list(self._groups)
-            return False, (
-                f"Failed to receive weights: Group {body['group_name']} not in {known}. "
-                "Please call `init_weights_update_group` first."
-            )
-        try:
-            mark = await asyncio.to_thread(group.receive, body)
-        except Exception as error:
-            return False, f"Failed to receive weights: {error}"
-        try:
-            self._take(mark)
-        except RuntimeError as error:
-            return False, PARTIAL.format(error=error)
-        return True, "Succeeded to update parameter online."
-
-    async def join(self, body: dict[str, Any]) -> Answer:
-        """Join a group as the ranks of this server."""
-        try:
-            self._groups[body["group_name"]] = await asyncio.to_thread(self._join, body)
-        except Exception as error:
-            return False, f"Failed to initialize custom process group: {error}."
-        return True, "Succeeded to initialize custom process group."
-
-    async def leave(self, name: str) -> Answer:
-        """Leave a group."""
-        group = self._groups.pop(name, None)
-        if group is None:
-            return False, "The group to be destroyed does not exist."
-        await asyncio.to_thread(group.close)
-        return True, "Succeeded to destroy custom process group."
 
     def _take(self, mark: int) -> None:
         if self.partial:

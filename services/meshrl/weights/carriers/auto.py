@@ -47,12 +47,12 @@ class Carrier(Transport):
         self._paths = paths
         self._load = load
         self._carriers: dict[str, Pairs] = {}
-        """Those that have been loaded, also when they are offered no more."""
+        """Loaded carriers, also those that are no longer offered."""
         self.names = config.offered
 
     @override
     async def load(self) -> None:
-        """Stops offering those that fail."""
+        """Load the carriers, and stop offering those that fail."""
         for name in self.names:
             try:
                 await asyncio.to_thread(self._loaded, name)  # it may import torch

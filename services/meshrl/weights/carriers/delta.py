@@ -6,8 +6,8 @@
 
 The replica names the version that its engine was committed to, so a version that failed half-way is never a base. It
 gets a bucket whole when it holds nothing that the trainer still has (it joined, it was started again), when too much
-has changed, and when a bucket arrived wrong: the coordinator hashes what comes out. A patch is encoded once for all
-replicas that stand at the same version. The endpoint holds a secret that authorises a replica; it travels over the
+has changed, and when a bucket arrived damaged: the coordinator hashes what comes out. A patch is encoded once for all
+replicas that have the same version. The endpoint holds a secret that authorises a replica; it travels over the
 coordinator's stream.
 """
 
@@ -108,7 +108,7 @@ class Carrier(Pairs):
         return sender
 
     def forget(self, generation: int) -> None:
-        """A channel is closed; idempotent."""
+        """Forget a closed channel; idempotent."""
         self._senders.pop(generation, None)
 
     @override
@@ -222,7 +222,7 @@ class PatchSender(Channel):
 
     @override
     def committed(self, version: Version) -> None:
-        """The version that is the base of the replica's next patches."""
+        """Set the base of the replica's next patches."""
         self.base = version
         self._carrier.serving = max(self._carrier.serving or version, version)
 
@@ -278,7 +278,7 @@ class PatchReceiver(Channel):
         """Fill `into`, from a patch of the held bucket or with the bucket itself. Raises WaitTimeoutError too."""
         key = manifest.version, index
         if key in self._requested:
-            logger.warning("bucket %d of weights %s arrived wrong: asking again", index, key[0])
+            logger.warning("bucket %d of weights %s arrived damaged: asking again", index, key[0])
             self._held.forget()
         self._requested.add(key)
         base = self._held.base(manifest, index)

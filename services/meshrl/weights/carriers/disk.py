@@ -92,7 +92,7 @@ class Carrier(Pairs):
 
     @override
     async def close(self) -> None:
-        """Nothing stays open; the newest versions stay where they are."""
+        """Close the thread; the newest versions stay where they are."""
         self.thread.close()
 
 

@@ -12,7 +12,7 @@ memory that engines are given. An engine that lends memory of the same device ge
 
 The replicas that take a version together are one communicator, into which the trainer sends each bucket once (see
 `groups.py`). One that dies stops the broadcast to all: all processes are killed, the others are one communicator
-again, and only buckets that somebody lacks are sent. Who joins has one of two ranks until the next version.
+again, and only buckets that a replica lacks are sent. Who joins has one of two ranks until the next version.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class NcclChannel(DeviceChannel):
 
     @override
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
-        """The process broadcasts a bucket from where it lies; other memory than a snapshot's is copied first."""
+        """Broadcast a bucket from its memory; other memory than a snapshot's is copied first."""
         shared = _shared(bucket)
         if shared is not bucket:
             await asyncio.to_thread(np.copyto, shared, bucket)
@@ -271,7 +271,7 @@ class WaitingPeer:
             self._writer.write(messages.pack(frame))
             await self._writer.drain()
         except OSError as error:
-            raise UnavailableError(f"the replica's end went away: {error}") from error
+            raise UnavailableError(f"the replica's end closed: {error}") from error
         finally:
             self._writer.close()
 
@@ -291,7 +291,7 @@ class _Expected:
         return 1 <= rank <= self.count and rank not in self.peers and not self.all.done()
 
     def add(self, peer: WaitingPeer) -> None:
-        """It has come."""
+        """Note that a peer has joined."""
         self.peers[peer.rank] = peer
         if len(self.peers) == self.count:
             self.all.set_result(list(self.peers.values()))
@@ -317,7 +317,7 @@ class Rendezvous:
         return f"{host}:{self._server.sockets[0].getsockname()[1]}/{self._token}"
 
     def expect(self, prefix: str, size: int) -> None:
-        """From now on the other ends of the channel `prefix`, ranks 1 to `size` - 1, are accepted, each once."""
+        """Accept the other ends of the channel `prefix`, ranks 1 to `size` - 1, each once."""
         self._expected[prefix] = _Expected(size - 1)
 
     async def wait_for(self, prefix: str) -> list[WaitingPeer]:
@@ -333,7 +333,7 @@ class Rendezvous:
         return peers
 
     def forget(self, prefix: str) -> None:
-        """The channel is over; idempotent."""
+        """Forget an ended channel; idempotent."""
         expected = self._expected.pop(prefix, None)
         if expected is None:
             return

@@ -100,7 +100,7 @@ class Carrier(Pairs):
     async def hand_over(
         self, channel: Channel, source: WeightSource, index: int, announce: Step
     ) -> None:
-        """Write the bucket first: a replica looks for it as soon as it is told."""
+        """Write the bucket before it is announced: a replica looks for it at once."""
         await channel.send(source.manifest, index, source.bucket(index))
         await announce()
 

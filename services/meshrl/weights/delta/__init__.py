@@ -2,7 +2,7 @@
 
 Encodes a bucket against its last version, and applies the patch: exact to the bit, whatever the bits are.
 
-A patch holds where words changed (gaps, or a bitmap when that is smaller) and by how many units in the last place
+A patch holds where words changed (the gaps between them) and by how many units in the last place
 (ULP). Words of 2 bytes are bfloat16 or float16, words of 4 float32; anything else is carried as exactly, only less
 well. What differs so much that a patch would be no smaller is stored whole. Pure numpy and zstd; knows nothing of
 coordinators, carriers or files.
@@ -42,8 +42,6 @@ import zstandard
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Uint8
 
-_BITMAP_FROM: Final = 1 / 16
-"""Changed words; below, gaps are always smaller."""
 Buffer: TypeAlias = bytes | bytearray | memoryview
 _MAGIC: Final = b"mdp1"
 _HEAD: Final = struct.Struct("<4sBBHQQ")
@@ -54,9 +52,6 @@ _SAMPLE: Final = 256 << 10
 _FULL: Final = 255
 _GAPS_PIECE: Final = 1 << 15
 """Gaps decoded at once: what they reach, and what is computed of them, stays in a cache."""
-
-_BITMAP_PIECE: Final = 1 << 14
-"""Bytes of a bitmap that are unpacked at once."""
 
 Indices = npt.NDArray[np.int64]
 
@@ -105,16 +100,10 @@ def encode_sparse(
         small, large = codes_of(old, fresh)
         codes.append(small)
         escapes.append(large)
-    where = _joined(gaps)
-    kind, index = PatchKind.GAPS, compress(where)
-    if changed >= _BITMAP_FROM * len(new_words):
-        bitmap = compress(bitmap_of(where, len(new_words)))
-        if len(bitmap) < len(index):
-            kind, index = PatchKind.BITMAP, bitmap
-    about = Head(kind, word_bytes, new.nbytes, changed)
+    about = Head(PatchKind.GAPS, word_bytes, new.nbytes, changed)
     rest = new[len(new_words) * word_bytes :]
     values = _joined(escapes).view(np.uint8)
-    patch = join(about, (index, *map(compress, (_joined(codes), values, rest))))
+    patch = join(about, map(compress, (_joined(gaps), _joined(codes), values, rest)))
     return patch if len(patch) < new.nbytes or changed == 0 else None
 
 
@@ -157,21 +146,15 @@ def _apply_sparse(about: Head, patch: Buffer, base: Uint8, out: Uint8) -> None:
     width = about.word_bytes
     words, tail = divmod(about.nbytes, width)
     # A gap takes one byte, and one more for each 255 words that it passes.
-    index_bytes = -(-words // 8) if about.kind is PatchKind.BITMAP else about.changed + words // 255
-    limits = [index_bytes, about.changed, width * about.changed, tail]
-    index, codes, values, rest = planes(patch, limits)
+    limits = [about.changed + words // 255, about.changed, width * about.changed, tail]
+    gaps, codes, values, rest = planes(patch, limits)
     if len(codes) != about.changed or len(values) % width or len(rest) != tail:
         raise CorruptError(f"patch: {len(codes)} codes for {about.changed} changed words")
     escapes = values.view(UNSIGNED[width])
     old_words, new_words = _words(base, width), _words(out, width)
     in_place = out.ctypes.data == base.ctypes.data
-    indices = (
-        indices_in_bitmap(index, words)
-        if about.kind is PatchKind.BITMAP
-        else indices_of(index, words)
-    )
     copied = taken = escaped = 0
-    for at in indices:
+    for at in indices_of(gaps, words):
         piece = codes[taken : taken + len(at)]
         taken += len(at)
         escapes_here = int(np.count_nonzero(piece == ESCAPE))
@@ -209,8 +192,6 @@ class PatchKind(IntEnum):
     """The bucket itself."""
     GAPS = 1
     """Gaps, codes, escapes, the bytes after the last whole word."""
-    BITMAP = 2
-    """The same with a bit for each word instead of gaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,25 +305,6 @@ def indices_of(gaps: Uint8, words: int) -> Iterator[Indices]:
         at = at[piece != _FULL]
         at += np.arange(len(at))
         base += len(at)
-        if len(at):
-            if at[-1] >= words:
-                raise CorruptError(f"patch: word {at[-1]} of a bucket of {words} words")
-            yield at
-
-
-def bitmap_of(gaps: Uint8, words: int) -> Uint8:
-    """The same indices as bits of `words` words, lowest bit first."""
-    bits = np.zeros(words, dtype=np.bool_)
-    for at in indices_of(gaps, words):
-        bits[at] = True
-    return np.packbits(bits, bitorder="little")
-
-
-def indices_in_bitmap(bitmap: Uint8, words: int) -> Iterator[Indices]:
-    """The indices of the set bits, piece by piece. Raises CorruptError for one of `words` or more."""
-    for start in range(0, len(bitmap), _BITMAP_PIECE):
-        bits = np.unpackbits(bitmap[start : start + _BITMAP_PIECE], bitorder="little")
-        at = np.flatnonzero(bits.view(np.bool_)) + 8 * start
         if len(at):
             if at[-1] >= words:
                 raise CorruptError(f"patch: word {at[-1]} of a bucket of {words} words")

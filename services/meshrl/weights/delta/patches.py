@@ -135,7 +135,7 @@ class Held:
         self._arriving.by_index[index] = bucket
 
     def commit(self, version: Version) -> None:
-        """The engine serves `version`: the new base, if all of it arrived here."""
+        """Make `version`, which the engine serves, the new base, if all of it arrived here."""
         arriving = self._arriving
         if arriving is None or arriving.manifest.version != version:
             return
@@ -144,5 +144,5 @@ class Held:
             self._committed = arriving
 
     def forget(self) -> None:
-        """A patched bucket was wrong: use no patches until a whole version is committed."""
+        """Use no patches until a whole version is committed: a patched bucket was wrong."""
         self._committed = None

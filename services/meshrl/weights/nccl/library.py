@@ -1,6 +1,6 @@
 """The port of a library: one GPU and one NCCL as a single process sees them, in raw pointers on one stream.
 
-`libraries/cupy.py` is the real one, `libraries/stub.py` the one for machines without a GPU. Collectives and copies
+`libraries/cupy.py` is the real one; tests have one of sockets, for machines without a GPU. Collectives and copies
 are enqueued and return at once, `join` does not: it blocks until every rank has joined, and only the end of the
 process ends it. Failures are RuntimeError, or KeyError where cupy has no name for NCCL's answer.
 """
@@ -71,7 +71,7 @@ class Library(Protocol):
     version: str
     """Version of NCCL, such as 2.30.7."""
     memory: str
-    """Whose handles `lent` opens: cuda, or stub."""
+    """The kind of handles that `lent` opens: cuda, or stub."""
 
     def __init__(self, device: int) -> None: ...
 

@@ -94,12 +94,12 @@ class NcclProcess:
 
     @property
     def alive(self) -> bool:
-        """It was started, was not killed, and is not known to have ended."""
+        """Whether it was started, was not killed, and is not known to have ended."""
         return self._process is not None and not self._killed and not self.ended
 
     @property
     def ended(self) -> bool:
-        """It was started, and nothing is left of it."""
+        """Whether it was started and has exited."""
         return self._process is not None and self._process.returncode is not None
 
     async def start(self) -> None:
@@ -165,7 +165,7 @@ class NcclProcess:
         self.gpu, self.memory = str(answer.get("gpu", "")), str(answer.get("memory", ""))
 
     async def reach(self, bucket: LentBucket) -> None:
-        """Have it open and close memory that another process has lent. Where it cannot, it goes on."""
+        """Have it open and close memory that another process has lent. Where it cannot, it continues."""
         what = "opening memory that was lent"
         frame = {"handle": bucket.handle, "nbytes": bucket.nbytes}
         answer = await self._ask(_ANSWER_S, what, do="reach", **frame)
@@ -173,7 +173,7 @@ class NcclProcess:
             raise UnavailableError(f"NCCL: {what}: {answer['error']}")
 
     async def receive(self, bucket: LentBucket, deadline_s: float) -> str:
-        """From rank 0's memory into what another process has lent; the digest of what lies there."""
+        """Broadcast from rank 0's memory into lent memory of another process; returns the digest there."""
         answer = await self._ask(
             deadline_s + _GRACE_S,
             f"a broadcast of {bucket.nbytes} bytes",
@@ -186,7 +186,7 @@ class NcclProcess:
         return str(answer["digest"])
 
     async def broadcast(self, memory: Uint8, deadline_s: float) -> None:
-        """From rank 0's `memory` into that of the other ranks, all of `meshrl.common.shared_buffers`."""
+        """Broadcast rank 0's `memory` into that of the other ranks, all of `meshrl.common.shared_buffers`."""
         found = shared_buffers.find(memory)
         assert found is not None, "memory that cannot be shared"
         region, at = found
@@ -291,11 +291,11 @@ class NcclProcesses:
 
     @property
     def may_be_lent(self) -> bool:
-        """Not after several broadcasts into lent memory have failed in a row: the host's may work."""
+        """Whether memory may be lent: not after several such broadcasts failed in a row, as the host's may work."""
         return self._failed_lent < _MOST_FAILED_LENT
 
     def received_lent(self, *, well: bool) -> None:
-        """A broadcast into lent memory has ended."""
+        """Note that a broadcast into lent memory has ended."""
         self._failed_lent = 0 if well else self._failed_lent + 1
         if not well and self._failed_lent == _MOST_FAILED_LENT:
             logger.warning(
@@ -315,7 +315,7 @@ class NcclProcesses:
         return process
 
     def put_back(self, process: NcclProcess) -> None:
-        """A process that joined nothing becomes the spare one."""
+        """Keep a process that joined nothing as the spare one."""
         self._spare = process
 
     async def settle(self, deadline_s: float) -> None:

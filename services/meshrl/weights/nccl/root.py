@@ -42,7 +42,7 @@ class NcclRoot:
         await self._process.join(size, unique_id, 0, deadline_s)
 
     async def broadcast(self, parts: Sequence[Uint8], deadline_s: float) -> None:
-        """The parts back to back, as one broadcast of uint8. Raises UnavailableError, WaitTimeoutError."""
+        """Send the parts back to back, as one broadcast of uint8. Raises UnavailableError, WaitTimeoutError."""
         (memory,) = shared_buffers.allocate([sum(part.nbytes for part in parts)])
         await asyncio.to_thread(np.concatenate, parts, out=memory)
         await self._process.broadcast(memory, deadline_s)

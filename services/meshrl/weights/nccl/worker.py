@@ -139,7 +139,7 @@ class Rank:
             os.close(descriptor)
 
     def detach(self, number: int) -> None:
-        """The parent has freed it."""
+        """Forget memory that the parent has freed."""
         self._hosts.pop(number).close()
 
     def reach(self, handle: str, nbytes: int) -> str:
@@ -206,7 +206,7 @@ class Rank:
         while not passed():
             communicator.check()
             if time.monotonic() > ends:
-                raise UnavailableError(f"{what} was not through in {deadline_s:.1f} s")
+                raise UnavailableError(f"{what} did not finish in {deadline_s:.1f} s")
             time.sleep(look_s)
             look_s = min(2 * look_s, _LAST_LOOK_S)
 

@@ -72,7 +72,7 @@ class Needs:
 
 
 def needs_of(algorithm: AlgorithmConfig, actor: ActorConfig) -> Needs:
-    """From the `NEEDS` of the estimator and of the loss, and from the other options of the algorithm."""
+    """The needs of an algorithm: the `NEEDS` of its estimator and loss, and those of its other options."""
     estimator = estimator_needs(algorithm)
     loss = loss_name(algorithm, actor)
     reads = set(plugins.constant(LOSSES, loss, "NEEDS", ()))
@@ -232,7 +232,7 @@ def _check_data_answers(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
         (algorithm.use_pf_ppo, "algorithm.use_pf_ppo", "false"),
     ):
         if wrong:
-            raise ConfigError(f"{key}: {at} pairs rows that nobody sampled; want {want}", key=key)
+            raise ConfigError(f"{key}: {at} pairs rows that were not sampled; want {want}", key=key)
 
 
 def _check_bounds(correction: RolloutCorrectionConfig) -> None:

@@ -18,8 +18,10 @@ from typing import Any, TypeVar
 import torch
 
 from meshrl.contract.errors import AWAY
-from meshrl.trainer.checkpoint.checkpoint import Keep, TrainerState
+from meshrl.trainer.checkpoint.afterwards import AfterCheckpoint, Wishes
+from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.dcp import Tensors
+from meshrl.trainer.checkpoint.kept import Keep
 from meshrl.trainer.loop.context import RunContext
 from meshrl.trainer.ranks.world import Compute, World
 
@@ -45,6 +47,7 @@ class AsyncCheckpointer:
         self._world: World | None = None
         self._running: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._afterwards = _afterwards(context)
 
     async def open(self) -> None:
         """Make the writer's group. Every rank calls this where no rank waits for another one's broadcast.
@@ -52,6 +55,9 @@ class AsyncCheckpointer:
         A group is made by all ranks together: at the first save, rank 0 may be in a broadcast instead.
         """
         self._world = await self._compute.run(self._learner.world.with_own_group)
+        newest = next(self._checkpoints.complete(self._settings.checkpoints), None)
+        if self._afterwards is not None and newest is not None:
+            self._afterwards.resume(newest[1].name)
 
     async def begin(self, state: TrainerState) -> None:
         """Copy weights and optimizer state and start to write them; waits for the write before. After `open`.
@@ -97,6 +103,8 @@ class AsyncCheckpointer:
         if self._failed.done():
             self._failed.exception()  # mark as retrieved: the caller raises another error
         self._writer.close()
+        if self._afterwards is not None:
+            await self._afterwards.close()
 
     async def _write(self, tensors: Tensors, state: TrainerState, world: World) -> None:
         config = self._settings.trainer
@@ -104,7 +112,7 @@ class AsyncCheckpointer:
         newest = config.max_ckpt_to_keep + bool(state.unsettled)
         keep = Keep(newest=newest, every=config.keep_ckpt_every)
         root = self._settings.checkpoints
-        await self._writer.run(
+        path = await self._writer.run(
             lambda: self._checkpoints.write(root, tensors, state, world, keep=keep)
         )
         if world.is_main and not state.unsettled:
@@ -112,8 +120,26 @@ class AsyncCheckpointer:
                 await self._queue.commit(self._settings.run, epoch=state.epoch, step=state.step)
             except AWAY as error:  # the next commit, or that of `resume`, is one of this step too
                 log.warning("step %d is saved, the queue does not know: %s", state.step, error)
+            if self._afterwards is not None:
+                self._afterwards.add(path.name)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._failed.done():
             self._failed.set_exception(error)
+
+
+def _afterwards(context: RunContext) -> AfterCheckpoint | None:
+    """The work after checkpoints that the recipe asks for, on rank 0."""
+    settings, config = context.settings, context.settings.trainer
+    wanted = config.after_checkpoint or config.copy_checkpoints_to
+    if not wanted or not context.learner.world.is_main:
+        return None
+    wishes = Wishes(
+        run=settings.run,
+        function=config.after_checkpoint,
+        copies=config.copy_checkpoints_to,
+        keep_newest=config.max_ckpt_to_keep,
+        keep_every=config.keep_ckpt_every,
+    )
+    return AfterCheckpoint(settings.checkpoints, wishes)

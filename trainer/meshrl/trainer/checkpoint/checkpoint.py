@@ -34,46 +34,31 @@ from pathlib import Path
 from typing import Protocol
 
 import xxhash
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshrl.common.files import replace_file, sync
 from meshrl.contract.errors import CapacityError, CorruptError, FencedError, InfraError, UserError
 from meshrl.contract.types import Json, Version
 from meshrl.trainer.checkpoint.dcp import (
-    PlainWriter,
     SafePlanner,
     SafeReader,
     Tensors,
     copied,
     fill,
     tensors_of,
+    write_tensors,
 )
+from meshrl.trainer.checkpoint.kept import Keep, name_of, version_of
 from meshrl.trainer.learner.optimizer import Optimizers, Trained
 from meshrl.trainer.model.policy import Policy
 from meshrl.trainer.ranks.world import World
 
 log = logging.getLogger(__name__)
-_NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp$")
 _WRITING = ".writing-"
 _REMOVING = ".removing-"
 _EPOCH = ".epoch"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keep:
-    """Which checkpoints stay when a newer one is durable."""
-
-    newest: int
-    """How many of the newest."""
-    every: int | None = None
-    """All whose step is a multiple of this stay as well."""
-
-    def drops(self, versions: list[Version]) -> list[Version]:
-        """Versions to delete; `versions` are in order, newest first."""
-        old = versions[self.newest :]
-        return [v for v in old if self.every is None or v.step % self.every]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +125,11 @@ class Checkpoints(Protocol):
         ...
 
     def take_over(self, root: Path, epoch: int) -> None:
-        """From now on nobody but a trainer of `epoch` puts a checkpoint in place."""
+        """Let only a trainer of `epoch` put checkpoints in place from now on."""
         ...
 
     def remove(self, path: Path) -> None:
-        """No trainer starts from this checkpoint."""
+        """Remove a checkpoint that no trainer starts from."""
         ...
 
 
@@ -177,7 +162,7 @@ def describe(
 def freeze(
     policy: Policy, optimizers: Optimizers, beside: Mapping[str, Trained] | None = None
 ) -> Tensors:
-    """A copy of what a checkpoint holds, on the CPU: training may go on while `write` reads it.
+    """A copy of what a checkpoint holds, on the CPU: training may continue while `write` reads it.
 
     Costs memory for one more model and optimizer on each rank (its shards of them). Every rank calls this.
     """
@@ -220,7 +205,7 @@ def _failed(root: Path, what: str, error: BaseException) -> Exception:
 
 
 def _write(root: Path, tensors: Tensors, state: TrainerState, world: World, keep: Keep) -> Path:
-    final = root / f"step-{state.step:08d}-epoch-{state.epoch:04d}"
+    final = root / name_of(Version(state.epoch, state.step))
     writing = root / f"{_WRITING}{final.name}"
     if world.is_main:
         root.mkdir(parents=True, exist_ok=True)
@@ -228,11 +213,7 @@ def _write(root: Path, tensors: Tensors, state: TrainerState, world: World, keep
         writing.mkdir()
         _check_owner(root, state.epoch, writing)
     world.barrier()
-    state_dict_saver.save(
-        tensors,
-        storage_writer=PlainWriter(writing / "tensors"),
-        process_group=world.group,
-    )
+    write_tensors(writing / "tensors", tensors, world)
     files = _hash_together(writing, world)
     if world.is_main:
         record = {"state": dataclasses.asdict(state), "files": files}
@@ -323,7 +304,7 @@ def _damage(path: Path, expected: Mapping[str, str]) -> str:
     """First damage to the files of `expected`, file name to hash; empty if there is none."""
     for name, digest in expected.items():
         try:
-            present = _hash(path / name)
+            present = hash_of(path / name)
         except FileNotFoundError:
             return f"checkpoint {path}: {name} is missing beside what state.json says"
         if present != digest:
@@ -361,13 +342,12 @@ def newest(root: Path, world: World | None = None) -> tuple[Path, TrainerState] 
 
 def complete(root: Path) -> Iterator[tuple[Version, Path]]:
     """Complete checkpoints, newest first."""
-    names = ((_NAME.fullmatch(p.name), p) for p in root.iterdir()) if root.is_dir() else ()
-    versions = [(Version(int(m[2]), int(m[1])), p) for m, p in names if m]
-    yield from sorted(versions, reverse=True)
+    found = ((version_of(path.name), path) for path in root.iterdir()) if root.is_dir() else ()
+    yield from sorted(((version, path) for version, path in found if version), reverse=True)
 
 
 def take_over(root: Path, epoch: int) -> None:
-    """From now on nobody but a trainer of `epoch` puts a checkpoint in place; unfinished ones are removed.
+    """Let only a trainer of `epoch` put checkpoints in place from now on; remove unfinished ones.
 
     A predecessor that counts as dead and still writes ends with an error, whether it has begun by now or not.
 
@@ -399,15 +379,15 @@ def _sweep(root: Path, *, before: float = math.inf) -> None:
     for path in root.glob(f"{_REMOVING}*"):
         shutil.rmtree(path)
     for path in root.glob(f"{_WRITING}*"):
-        name = _NAME.fullmatch(path.name.removeprefix(_WRITING))
-        if name is None or int(name[2]) < before:
+        version = version_of(path.name.removeprefix(_WRITING))
+        if version is None or version.epoch < before:
             remove(path)
 
 
 def remove(path: Path) -> None:
     """Remove a checkpoint.
 
-    Out of sight by one rename: neither half a checkpoint is seen, nor can its writer go on in what is removed.
+    Out of sight by one rename: neither half a checkpoint is seen, nor can its writer continue in what is removed.
     """
     doomed = path.with_name(f"{_REMOVING}{path.name.removeprefix(_WRITING)}")
     with suppress(FileNotFoundError):  # put in place meanwhile, or removed by another successor
@@ -446,7 +426,7 @@ def _hash_together(path: Path, world: World) -> dict[str, str]:
         name = str(file.relative_to(path))
         if file.is_file() and _is_own(name, world):
             sync(file)
-            own[name] = _hash(file)
+            own[name] = hash_of(file)
     parts = (json.loads(part) for part in _gathered(json.dumps(own), world))
     return {name: digest for part in parts for name, digest in part.items()}
 
@@ -462,7 +442,7 @@ def _gathered(text: str, world: World | None) -> list[str]:
     return [text] if world is None else world.all_gather_text(text)
 
 
-def _hash(file: Path) -> str:
+def hash_of(file: Path) -> str:
     """xxh3-128 of a file's bytes."""
     digest = xxhash.xxh3_128()
     with file.open("rb") as stream:

@@ -11,18 +11,30 @@ import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemReader,
     FileSystemWriter,
+    _StorageInfo,
 )
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -31,12 +43,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from meshrl.contract.errors import CorruptError
 from meshrl.trainer.learner.optimizer import Optimizers, Trained
+from meshrl.trainer.ranks.world import World
 
 INDEX = ".metadata"
+_ALONE = "__0_0.distcp"
+"""The file of rank 0, as DCP names it."""
+_SMALL = 1 << 20
 _DCP = "torch.distributed.checkpoint"
 _SAFE = {
     f"{_DCP}.metadata": {
@@ -126,6 +143,76 @@ class _FolderOfAnother(FileSystem):
     @override
     def mkdir(self, path: str | os.PathLike[str]) -> None:
         Path(path).mkdir(exist_ok=True)
+
+
+def write_tensors(path: Path, tensors: Tensors, world: World) -> None:
+    """Make the folder `path` of what DCP reads; every rank calls this.
+
+    Raises:
+        OSError: it cannot be written, or the folder above is gone; on one rank.
+        CheckpointException: the same of several ranks, with each one's error.
+    """
+    if world.size == 1:
+        with _operating_system_errors():
+            _write_alone(path, tensors)
+    else:
+        state_dict_saver.save(tensors, storage_writer=PlainWriter(path), process_group=world.group)
+
+
+@torch.no_grad()
+def _write_alone(path: Path, tensors: Tensors) -> None:
+    """Write what DCP would, without its plans, which are there for ranks to agree on who writes what.
+
+    4 MB in 150 tensors take 6 ms of processor time instead of 45.
+    """
+    flat, paths = flatten_state_dict(tensors)
+    path.mkdir(exist_ok=True)
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    with (path / _ALONE).open("wb") as file:
+        start = 0
+        for name, value in flat.items():
+            if isinstance(value, torch.Tensor):
+                tensor = value.to_local() if isinstance(value, DTensor) else value
+                whole = ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.size())
+                kind = TensorProperties.create_from_tensor(tensor)
+                described[name] = TensorStorageMetadata(kind, tensor.size(), [whole])
+                index = MetadataIndex(name, whole.offsets)
+                _write_tensor(file, tensor.cpu().contiguous())
+            else:
+                described[name] = BytesStorageMetadata()
+                index = MetadataIndex(name)
+                torch.save(value, file)
+            end = file.tell()
+            places[index] = _StorageInfo(_ALONE, start, end - start)
+            start = end
+    found = Metadata(
+        state_dict_metadata=described,
+        planner_data=paths,
+        storage_data=places,
+        storage_meta=StorageMeta(checkpoint_id=path),
+    )
+    (path / INDEX).write_bytes(pickle.dumps(found))
+
+
+def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:
+    """Write what `torch.load` reads; of a small one without `torch.save`, which takes 70 us for each."""
+    if tensor.nbytes > _SMALL:
+        is_part = (
+            tensor.untyped_storage().nbytes() != tensor.nbytes
+        )  # of what would be written whole
+        torch.save(tensor.clone() if is_part else tensor, file)
+    else:
+        file.write(_head(tensor.dtype, tensor.size()))
+        file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+@lru_cache(maxsize=4096)
+def _head(kind: torch.dtype, size: torch.Size) -> bytes:
+    """The bytes before a tensor's elements in torch's older format, where the elements are last."""
+    file, empty = io.BytesIO(), torch.empty(size, dtype=kind)
+    torch.save(empty, file, _use_new_zipfile_serialization=False)
+    return file.getvalue()[: file.tell() - empty.nbytes]
 
 
 class PlainWriter(FileSystemWriter):

@@ -82,7 +82,7 @@ def export_policy(
     files = _files(blanks, max_shard_size, world.size)
     problem, under_way = "", Future[None]()
     under_way.set_result(None)
-    with ThreadPoolExecutor(1) as writer:  # the gather of the other ranks' files goes on
+    with ThreadPoolExecutor(1) as writer:  # the gather of the other ranks' files continues
         for number, (file, names) in enumerate(files.filename_to_tensors.items()):
             own = {}
             for name in names:

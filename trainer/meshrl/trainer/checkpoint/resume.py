@@ -1,7 +1,7 @@
-"""Taking a run over: a new epoch, the newest good checkpoint, the queue set back to where it stands.
+"""Taking a run over: a new epoch, the newest good checkpoint, the queue set back to it.
 
 A checkpoint may name a batch that it was trained on and the queue has not heard of, because the queue was away when
-the trainer ended. That is told before anything else: rows are never in the weights and in the queue at once.
+the trainer ended. That is reported first: rows are never in the weights and in the queue at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOOK_AGAIN_S = 0.5
 
 
 async def resume(context: RunContext) -> TrainerState:
-    """Every rank calls this; afterwards all stand at the same step, and older trainers are fenced.
+    """Every rank calls this; afterwards all are at the same step, and older trainers are fenced.
 
     Raises:
         UserError: the checkpoints do not go with the queue's history.
@@ -155,7 +155,7 @@ async def _is_settled(context: RunContext, found: tuple[Path, TrainerState], epo
 
 
 def require_shared(world: World, folder: Path) -> None:
-    """Every rank calls this. Raises UserError, on all of them, where a machine does not see what rank 0 writes."""
+    """Check that machines share the directory. Every rank calls this. Raises UserError, on all."""
     if Seat.of(os.environ).machines == 1:
         return
     mark, token = folder / ".machines", uuid4().hex

@@ -79,7 +79,7 @@ class Feeder:
             epochs: Passes over the prompts; None: without end.
             order: Order of an epoch.
             chunk: Tasks per call.
-            accept_changes: Go on with other prompts, or in another order, than were fed before: from their beginning.
+            accept_changes: Continue with other prompts, or in another order, than before: from their beginning.
 
         Raises:
             ConfigError: no such curriculum. UserError: the weights do not fit the prompts.
@@ -197,7 +197,7 @@ class Feeder:
             yield self._make_task(prompt, f"{self._first_turn + turn}-{prompt.index}")
 
     def _places(self, start: int) -> Iterator[tuple[int, int]]:
-        """From position `start` of these prompts on: for the how-manieth time each is asked, and its place."""
+        """Epoch and place of each prompt, from position `start` on."""
         size = len(self._prompts.prompts)
         while self._order.levels:
             yield self._order.levels.draw(self._began + start)
@@ -261,7 +261,7 @@ class Feeder:
                     f"{was}: a resumed run needs the same prompts in the same order; use another run.name for other"
                     " data, or --accept-changes"
                 )
-            log.warning("%s: it goes on from their beginning", was)
+            log.warning("%s: it continues from their beginning", was)
             # No prompt was asked more often than prompts were, those of the chunk that was being admitted included.
             self._first_turn += position - self._began + CHUNK
             self._began = position

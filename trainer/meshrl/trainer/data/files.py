@@ -1,4 +1,4 @@
-"""Rows of data files, each with the place where it stands; a reader is found by the file's suffix.
+"""Rows of data files, each with its place; a reader is found by the file's suffix.
 
 A cell that pandas has nothing for is NaN in a column of numbers or objects: it is read as null, as parquet's own is.
 """
@@ -16,13 +16,17 @@ from meshrl.common import plugins
 from meshrl.contract.errors import UserError
 
 READERS = "meshrl.trainer.data.readers"
+FOLDERS = "harbor"
+"""The reader of folders: of tasks in Harbor's format."""
+BY_NAME = (FOLDERS, "swe")
+"""Readers that no suffix selects."""
 Read: TypeAlias = Callable[[Path], Iterator[tuple[int, dict[str, Any]]]]
 """A reader's function `read`: the rows of a file in order, each with its number. Raises UserError."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """A row and where it stands."""
+    """A row and its place."""
 
     where: str
     """`file:number`, as the reader counts: rows from 0 in parquet, lines from 1 in jsonl."""
@@ -35,7 +39,7 @@ def file_rows(paths: Sequence[Path], reader: str | None = None) -> Iterator[File
     """The rows of all files in order.
 
     Args:
-        paths: Files.
+        paths: Files, and folders of tasks in Harbor's format.
         reader: A module of `meshrl.trainer.data.readers` or a dotted path; None: the one named like a file's suffix.
 
     Raises:
@@ -53,7 +57,9 @@ def rows_of(path: Path, reader: str | None = None) -> Iterator[FileRow]:
     Raises:
         UserError: as `file_rows`.
     """
-    if not path.is_file():
+    if path.is_dir():
+        reader = reader or FOLDERS
+    if not path.is_file() and not (path.is_dir() and reader == FOLDERS):
         raise UserError(f"{path}: no such file")
     if not has_reader(path, reader):
         raise UserError(f"{path}: cannot read {path.suffix or 'this'} (want {readable_files()})")
@@ -81,13 +87,17 @@ def _without_nan(value: Any) -> Any:
 
 def has_reader(path: Path, reader: str | None) -> bool:
     """True when `reader` is given or one is named like the suffix of `path`."""
-    return reader is not None or path.suffix[1:] in plugins.known(READERS)
+    return reader is not None or path.suffix[1:] in _suffixes()
 
 
 def readable_files() -> str:
     """The suffixes that can be read, for a message."""
-    *most, last = (f".{name}" for name in plugins.known(READERS))
+    *most, last = (f".{name}" for name in _suffixes())
     return f"{', '.join(most)} or {last}, or name a reader of your own"
+
+
+def _suffixes() -> list[str]:
+    return [name for name in plugins.known(READERS) if name not in BY_NAME]
 
 
 _NAMED: Final[Mapping[str, tuple[str, ...]]] = {

@@ -6,7 +6,7 @@ Pictures are verl's column `images`:
     {"prompt": [{"role": "user", "content": "<image>How many?"}], "images": [{"bytes": …}], …}
 
 A picture is the bytes of its file, alone or as `{bytes, path}` (what datasets writes), or a path, which is looked for
-beside the data file. In the prompt it stands where the text says `<image>`, or as a content part of type image.
+beside the data file. In the prompt it is where the text says `<image>`, or as a content part of type image.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def refuse_unusable(
         if not is_empty(row.get(key)):
             hint = HINTS.get(key, f"{what} are text")
             if key == "images" and what == "prompts":
-                hint = "model.path reads text only"
+                hint = "want a vision-language model, and an engine for it"
             raise UserError(f"{where}: {key!r} cannot be used ({hint}); leave the column out")
 
 
 def refuse_what_json_lacks(value: object, where: str, key: str) -> None:
-    """Raises UserError when JSON, as which a task travels, has no form for what stands in column `key`."""
+    """Raises UserError when JSON, the form of tasks, cannot express the value of column `key`."""
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:

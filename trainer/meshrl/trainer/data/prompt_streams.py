@@ -5,7 +5,7 @@
 
 A source is walked through by itself, pass after pass, each in a seeded order: none of its prompts is asked again
 before all the others were. Every place of the stream is a function of weights, seed and position, so a feeder that is
-started again at its position goes on where the killed one was.
+started again at its position continues where the killed one was.
 
 With `data.reasoning_gym.curriculum` the level of each task is the source, and follows the held-out score:
 
@@ -78,7 +78,7 @@ def quotas(weights: Mapping[str, float], rows: Mapping[str, int]) -> dict[str, i
 
 def interleaved(counts: Sequence[int]) -> list[int]:
     """Each source as often as it counts, so that any stretch has the shares."""
-    # The k-th of n draws of a source stands at (k + ½)/n.
+    # The k-th of n draws of a source is at (k + ½)/n.
     return [
         source
         for _, source in sorted(
@@ -184,7 +184,7 @@ class LevelHistory:
         return LevelHistory(step=step, changes=changes[-KEPT:])
 
     def text(self) -> str:
-        """As kept in the queue."""
+        """The history as the queue keeps it."""
         return json.dumps({"step": self.step, "changes": self.changes})
 
     @classmethod
@@ -270,7 +270,7 @@ class LevelStream:
         return {"drawn": self._drawn, "levels": self._levels, "decided_at": self._decided_at}
 
     def restore(self, state: Mapping[str, Json]) -> None:
-        """Go on where `state` was asked for."""
+        """Continue where `state` was asked for."""
         self._drawn, self._levels = dict(state["drawn"]), dict(state["levels"])
         self._decided_at = state["decided_at"]
 

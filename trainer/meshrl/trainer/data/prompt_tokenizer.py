@@ -143,7 +143,7 @@ class FileTokenizer:
         self.vocab_size = int(tokenizer.get_vocab_size(False))
 
     def __len__(self) -> int:
-        """All tokens."""
+        """The number of tokens of the vocabulary."""
         return int(self._tokenizer.get_vocab_size(True))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

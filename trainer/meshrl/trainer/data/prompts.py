@@ -203,7 +203,7 @@ def read_prompt_row(source: FileRow, config: DataConfig, *, pictures: bool = Fal
         has = row_lacks(config.prompt_key, "data.prompt_key", row)
         raise UserError(f"{where}: no {config.prompt_key!r} (data.prompt_key); {has}")
     key = config.image_key
-    refuse_unusable(row, where, [name for name in UNUSABLE if not (pictures and name == key)])
+    refuse_unusable(row, where, [name for name in (*UNUSABLE, key) if name != key or not pictures])
     prompt = read_prompt(value, where, config.prompt_key, pictures=pictures)
     check_open(prompt if isinstance(prompt, str) else as_dicts(prompt), where)
     texts = prompt if isinstance(prompt, str) else [message.content for message in prompt]
@@ -352,7 +352,7 @@ def check_open(prompt: str | Sequence[Mapping[str, Any]], where: str) -> None:
     if role == "assistant":
         raise UserError(
             f"{where}: the prompt ends with a message of the assistant, and a chat template would open another one:"
-            " leave it out, or give the prompt as the text that the policy goes on with, its template applied"
+            " leave it out, or give the prompt as the text that the policy continues with, its template applied"
         )
     if role == "user" and is_blank(content):
         raise UserError(f"{where}: the prompt is empty: the user's last message has no text")

@@ -56,7 +56,7 @@ def _scorable(
 
 
 class ReasoningGymCurriculumConfig(Config):
-    """When a task of reasoning-gym goes on to its next level: by its held-out score at the level that it has."""
+    """When a task of reasoning-gym moves to its next level: by its held-out score at the level that it has."""
 
     raise_at: float = Field(default=0.8, gt=0.0, le=1.0)
     """The score from which on the next level is asked."""
@@ -146,7 +146,7 @@ def _made(config: ReasoningGymConfig, wanted: str) -> Iterator[FileRow]:
         process.stdin.close()
         for number, line in enumerate(process.stdout):
             yield FileRow(f"data.reasoning_gym:{number}", json.loads(line), made=True)
-        *_, reason = ["it ended without a word", *process.stderr.read().splitlines()]
+        *_, reason = ["it ended without output", *process.stderr.read().splitlines()]
         if code := process.wait():
             what = "" if code == REFUSED else f"making rows ended with exit code {code}: "
             raise ConfigError(f"data.reasoning_gym: {what}{reason}")
@@ -210,7 +210,7 @@ def _make(config: ReasoningGymConfig, wanted: str) -> Iterator[Mapping[str, Any]
 def _unseen(
     name: str, made: Sequence[Any], parts: Sequence[tuple[int, int]], config: ReasoningGymConfig
 ) -> Iterator[Mapping[str, Any]]:
-    """Behind the rows for training of each level, those whose questions are neither among them nor each other's."""
+    """Held-out rows of each level, made after its training rows: their questions occur once."""
     asked = {
         made[level][i]["question"] for level, (some, _) in enumerate(parts) for i in range(some)
     }

@@ -98,11 +98,11 @@ class SplitStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Rows whose prompts stand somewhere else too."""
+    """Rows whose prompts occur elsewhere, too."""
 
     rows: int
     examples: Sequence[tuple[str, str]]
-    """Some of them, each with the place where its prompt stands as well: `file:row`."""
+    """Some of them, each with the other place of its prompt: `file:row`."""
 
 
 def scan(

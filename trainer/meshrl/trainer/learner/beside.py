@@ -20,6 +20,7 @@ r        `process_rewards`
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 
@@ -91,6 +92,14 @@ class ValueLearner:
         """True while only the critic is trained."""
         return step < self._config.pretrain_steps + self._config.warmup_steps
 
+    def with_returns(self, targets: Targets, ragged: Ragged, step: int) -> Targets:
+        """The targets with the returns that the critic learns at this step: Monte Carlo's while it is pre-trained."""
+        if step >= self._config.pretrain_steps:
+            return targets
+        ragged = ragged.with_mask(targets.mask)
+        returns = monte_carlo(ragged, targets.token_rewards, self._gamma)
+        return dataclasses.replace(targets, returns=returns)
+
     def values(self, own: MicroBatcher) -> torch.Tensor:
         """V float32[N] of the whole batch, on the CPU."""
         return own.forward(self.model, self.model)
@@ -111,16 +120,13 @@ class ValueLearner:
             minis: The mini-batches, in order.
             experience: The whole batch.
             values: V float32[N] before this step.
-            targets: Mask, token rewards and returns of the batch.
+            targets: Mask and returns of the batch.
             step: Optimizer steps done before it.
 
         Returns:
             Metrics, the same on every rank.
         """
-        ragged = experience.ragged.with_mask(targets.mask)
-        returns = targets.returns
-        if step < self._config.pretrain_steps:
-            returns = monte_carlo(ragged, targets.token_rewards, self._gamma)
+        ragged, returns = experience.ragged.with_mask(targets.mask), targets.returns
         tally = MetricSums()
         updates = [mini for _ in range(self._epochs) for mini in minis]
         rate = learning_rate(self._config.optim, step, self._total_steps or step + 1)

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from meshrl.common.device_lease import ROWS_PER_LAID
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Batch, BatchRow, Outcome, Trajectory, Uid, Version
 from meshrl.trainer.algorithms.advantages._types import Steps
@@ -76,6 +77,7 @@ def schedule(
     whole_groups: bool = False,
     extra_rows: int = 0,
     share_prompts: bool = True,
+    rows_per_laid: int = ROWS_PER_LAID,
 ) -> Schedule:
     """Sort rows, cut the groups into mini-batches, deal each to the ranks.
 
@@ -98,10 +100,10 @@ def schedule(
         units = groups[start : start + size]
         if not whole_groups:
             laid = sum(pack_size(rows, group).laid for group in units)
-            most = min(max_tokens, laid // ranks) // GROUP_PARTS
+            most = min(max_tokens, laid // ranks)
             units = [part for group in units for part in _parts_of_group(rows, group, most)]
         sizes = [pack_size(rows, unit) for unit in units]
-        minis.append(_mini_batch(units, sizes, ranks, max_tokens))
+        minis.append(_mini_batch(units, sizes, ranks, max_tokens, rows_per_laid))
     return Schedule(
         batch=batch,
         rows=rows,
@@ -111,7 +113,13 @@ def schedule(
     )
 
 
-def redrawn(schedule: Schedule, sample: Sequence[int], *, max_tokens: int) -> tuple[MiniBatch, ...]:
+def redrawn(
+    schedule: Schedule,
+    sample: Sequence[int],
+    *,
+    max_tokens: int,
+    rows_per_laid: int = ROWS_PER_LAID,
+) -> tuple[MiniBatch, ...]:
     """The mini-batches of `schedule`, each row as often as `sample` (sorted, with repetitions) has it.
 
     A row stays on the rank that fetched it. A mini-batch of which nothing was drawn is left out.
@@ -123,7 +131,8 @@ def redrawn(schedule: Schedule, sample: Sequence[int], *, max_tokens: int) -> tu
         for rank in mini.ranks:
             rows = [row for micro in rank for row in micro for _ in range(counts[row])]
             sizes = [pack_size(schedule.rows, [row]) for row in rows]
-            shares.append([tuple(rows[i] for i in micro) for micro in cut(sizes, max_tokens)])
+            micros = cut(sizes, max_tokens, rows_per_laid)
+            shares.append([tuple(rows[i] for i in micro) for micro in micros])
         most = max(len(share) for share in shares)
         if most:
             ranks = tuple(tuple(share) + ((),) * (most - len(share)) for share in shares)
@@ -133,7 +142,7 @@ def redrawn(schedule: Schedule, sample: Sequence[int], *, max_tokens: int) -> tu
 
 
 def is_baseline(row: BatchRow, extra_rows: int) -> bool:
-    """Is `row` one of the last `extra_rows` of its group?"""
+    """Whether `row` is one of the last `extra_rows` of its group."""
     return row.uid.index >= row.group_size - extra_rows
 
 
@@ -145,7 +154,12 @@ def pack_size(rows: Sequence[BatchRow], members: Sequence[int]) -> PackSize:
 
 
 def _parts_of_group(rows: Sequence[BatchRow], group: Sequence[int], most: int) -> list[list[int]]:
-    """A group in parts that lay at most `most` tokens; a row that has more is a part of its own."""
+    """A group in parts that lay at most 1/GROUP_PARTS of `most` tokens; a row that has more is a part of its own.
+
+    Where the prompt alone is longer, parts lay up to `most`: otherwise it would be laid again for each row.
+    """
+    if pack_size(rows, group).shared <= most // GROUP_PARTS:
+        most //= GROUP_PARTS
     parts: list[list[int]] = []
     for row in group:
         if not parts or pack_size(rows, [*parts[-1], row]).laid > most:
@@ -155,10 +169,14 @@ def _parts_of_group(rows: Sequence[BatchRow], group: Sequence[int], most: int) -
 
 
 def _mini_batch(
-    units: Sequence[Sequence[int]], sizes: Sequence[PackSize], ranks: int, max_tokens: int
+    units: Sequence[Sequence[int]],
+    sizes: Sequence[PackSize],
+    ranks: int,
+    max_tokens: int,
+    rows_per_laid: int,
 ) -> MiniBatch:
     """Deal units of rows that must stay together."""
-    packing = plan(sizes, ranks=ranks, max_tokens=max_tokens)
+    packing = plan(sizes, ranks=ranks, max_tokens=max_tokens, rows_per_laid=rows_per_laid)
     micros = tuple(
         tuple(tuple(row for index in micro for row in units[index]) for micro in rank)
         for rank in packing.ranks
@@ -253,7 +271,7 @@ def assemble(
     """
     for row in own:
         if row.reward is None:
-            raise CorruptError(f"row {row.uid} came to training without a reward")
+            raise CorruptError(f"row {row.uid} reached training without a reward")
     order = _Order(schedule, world, [len(row.tokens) - row.prompt_length for row in own])
     numbers = {group: n for n, group in enumerate(dict.fromkeys(r.group for r in schedule.rows))}
     step = schedule.batch.step
@@ -305,7 +323,7 @@ def _baselines(rows: Sequence[BatchRow], rewards: Mapping[str, float]) -> torch.
     for row in rows:
         if row.group not in rewards:
             raise CorruptError(
-                f"group {row.group} came to training without its greedy row: queue.group_policy must be all"
+                f"group {row.group} reached training without its greedy row: queue.group_policy must be all"
             )
     return torch.tensor([rewards[row.group] for row in rows], dtype=torch.float32)
 

@@ -48,8 +48,9 @@ from meshrl.trainer.learner.metrics import MetricSums, batch_mismatch, experienc
 from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.learner.optimizer import Optimizers, Trained, learning_rate, norms_of
 from meshrl.trainer.learner.policy_gradient import ForwardOutputs, MicroBatch, Objective, Targets
-from meshrl.trainer.learner.unfolding import Unfolded, branches, unfolded, with_answer
+from meshrl.trainer.learner.unfolding import Unfolded, branches, mapped, unfolded, with_answer
 from meshrl.trainer.metrics.utilisation import ModelWork
+from meshrl.trainer.model.attention import rows_per_laid
 from meshrl.trainer.model.packing import Pack
 from meshrl.trainer.model.policy import Policy
 from meshrl.trainer.model.routing import ExpertBalance
@@ -95,6 +96,8 @@ class RowContents:
     """The data's own answers in tokens, by the number of their prompt; None: the objective needs none."""
     parts: bool = False
     """All branches of a conversation, each trained by itself."""
+    by_seat: bool = False
+    """A part that is a seat of an episode has a reward and a group of its own."""
     routed_experts: bool = False
     """The experts that tokens went to, which the policy then uses too."""
     reader: VisionReader | None = None
@@ -147,6 +150,7 @@ class Learner:
         self.world = world
         self.needs = objective.needs
         self.trains_parts = rows.parts
+        self._by_seat = rows.by_seat
         self.vocabulary: int = policy.hf.config.get_text_config().vocab_size
         self._routing = policy.replay_routing() if rows.routed_experts else None
         self.columns = (*COLUMNS, *rows.columns, *objective.needs.columns)
@@ -188,7 +192,7 @@ class Learner:
         self._objective.kl_coef = value
 
     def schedule(self, batch: Batch) -> Schedule:
-        """Who forwards which rows, and in which update."""
+        """The rank that forwards each row, and the update that the row is in."""
         return schedule(
             batch,
             ranks=self.world.data_size,
@@ -198,6 +202,7 @@ class Learner:
             extra_rows=self.needs.extra_rows,
             # Experts that are replayed may differ between siblings: then each has its own prompt.
             share_prompts=self.world.sequence is None and self._routing is None,
+            rows_per_laid=rows_per_laid(self.policy.hf),
         )
 
     def learn(
@@ -229,7 +234,9 @@ class Learner:
         whole, parts = experience, self._parts(schedule, own)
         if parts is not None:
             schedule, own = parts.schedule, parts.own
-            experience = assemble(schedule, own, self.world)
+            experience = assemble(schedule, own, self.world, with_steps=self.needs.steps)
+            if self._by_seat:
+                experience = parts.by_seat(experience)
         if parts is not None and self._answers is not None:
             experience = dataclasses.replace(experience, data_answers=parts.number == 1)
         rows = MicroBatcher.of(schedule, own, self.world, self._routing, self._reader)
@@ -239,7 +246,7 @@ class Learner:
         values = None if self._critic is None else self._critic.values(rows)
         alone = self._critic is not None and self._critic.learns_alone(step)
         before = self._before(rows, experience, values, process_rewards, passes=alone)
-        targets = self._targets(experience, before, whole, parts)
+        targets = self._targets(experience, before, whole, parts, step)
         minis = self._mini_batches(schedule, experience, step)
         if self._critic is not None and values is not None:
             metrics |= self._critic.learn(rows, minis, experience, values, targets, step)
@@ -252,8 +259,10 @@ class Learner:
         if parts is not None:
             logprobs = parts.folded(logprobs, experience, whole, torch.nan)
             ragged = whole.ragged.with_mask(whole.ragged.mask & ~logprobs.isnan())
-            of_rows = parts.folded_targets(targets, experience, whole)
-            known = Learned(whole, of_rows, logprobs, None)
+            of_rows = mapped(targets, lambda each: parts.folded(each, experience, whole, 0))
+            if values is not None:
+                values = parts.folded(values, experience, whole, 0)
+            known = Learned(whole, of_rows, logprobs, values)
         if observe is not None:
             observe(known)
         return {
@@ -285,10 +294,18 @@ class Learner:
         before: ForwardOutputs,
         whole: Experience,
         parts: Unfolded | None,
+        step: int,
     ) -> Targets:
-        """Advantages of what is forwarded; branches of a row are judged as the one episode that they are."""
-        if parts is None or self._answers is not None:
-            return self._objective.targets(experience, before)
+        """Advantages of what is forwarded; branches of a row, unlike seats, are judged as one episode."""
+
+        def targets_of(rows: Experience, outputs: ForwardOutputs) -> Targets:
+            targets = self._objective.targets(rows, outputs)
+            if self._critic is None:
+                return targets
+            return self._critic.with_returns(targets, rows.ragged, step)
+
+        if parts is None or self._answers is not None or (self._by_seat and any(parts.seats)):
+            return targets_of(experience, before)
 
         def column(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else parts.folded(values, experience, whole, 0)
@@ -297,8 +314,10 @@ class Learner:
             before,
             logprobs=column(before.logprobs),
             sum_pi_squared=column(before.sum_pi_squared),
+            values=column(before.values),
         )
-        return parts.spread_targets(self._objective.targets(whole, of_rows), experience, whole)
+        of_episodes = targets_of(whole, of_rows)
+        return mapped(of_episodes, lambda values: parts.spread(values, experience, whole))
 
     def _tflops(self, schedule: Schedule, experience: Experience) -> float:
         """Work of the policy's update, in 10^12 operations of all ranks; 0 for a model that is not known."""
@@ -345,7 +364,12 @@ class Learner:
         sample = self._objective.resampled(experience, generator)
         if sample is None:
             return schedule.mini_batches
-        return redrawn(schedule, sample, max_tokens=self._actor.ppo_max_token_len_per_gpu)
+        return redrawn(
+            schedule,
+            sample,
+            max_tokens=self._actor.ppo_max_token_len_per_gpu,
+            rows_per_laid=rows_per_laid(self.policy.hf),
+        )
 
     def _improve(self, minis: Sequence[MiniBatch], work: _StepState, step: int) -> dict[str, Json]:
         """The policy's updates."""

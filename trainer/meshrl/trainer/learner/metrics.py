@@ -117,12 +117,12 @@ class MetricSums:
         self._means: dict[str, list[float]] = {}
 
     def add_sums(self, values: Mapping[str, float]) -> None:
-        """Values that add up over micro-batches."""
+        """Add values that add up over micro-batches."""
         for name, value in values.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def add_means(self, values: Mapping[str, float], tokens: int) -> None:
-        """Means over `tokens` tokens; means over 0 tokens are ignored."""
+        """Add means over `tokens` tokens; means over 0 tokens are ignored."""
         for name, value in values.items() if tokens else ():
             total = self._means.setdefault(name, [0.0, 0.0])
             total[0] += value * tokens

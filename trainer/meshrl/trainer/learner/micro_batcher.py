@@ -51,7 +51,7 @@ class MicroBatcher:
     routing: Routing | None = None
     """Replay of the experts that the rows record; None: the model routes freely."""
     reader: VisionReader | None = None
-    """Reader of pictures, for a vision-language model."""
+    """Set for vision-language models."""
 
     @classmethod
     def of(

@@ -90,7 +90,7 @@ class MicroBatch:
     mini_batch_tokens: int
     """Tokens that count in the whole mini-batch, all ranks together."""
     mini_batch_correct_tokens: int
-    """Those of correct rows."""
+    """Such tokens of correct rows."""
     mini_batch_rows: int
     ranks: int
     """The loss is multiplied by this, because FSDP averages gradients over ranks."""
@@ -112,7 +112,7 @@ class Loss:
 
 
 class Objective(Protocol):
-    """From rewards to targets, and from log-probs to a loss."""
+    """Computes targets of rewards, and a loss of log-probs."""
 
     @property
     def needs(self) -> Needs:
@@ -121,7 +121,7 @@ class Objective(Protocol):
 
     @property
     def rollout_is_old(self) -> bool:
-        """True when the rollout's log-probs stand for the old policy's."""
+        """Whether the rollout's log-probs are used as the old policy's."""
         ...
 
     kl_coef: float

@@ -12,8 +12,10 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from meshrl.contract.types import Int32, Trajectory
@@ -21,6 +23,8 @@ from meshrl.trainer.learner.experience import Experience, MiniBatch, Schedule, r
 from meshrl.trainer.learner.policy_gradient import Targets
 from meshrl.trainer.model.packing import alone, cut
 from meshrl.trainer.ranks.world import World
+
+Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -45,6 +49,23 @@ class Unfolded:
     """int64[B]: which part of its row it is, from 0."""
     offsets: Sequence[int | None]
     """B places of a part's first response token among its row's; None: it has none there."""
+    seats: Sequence[str]
+    """B speakers; empty: a part has none."""
+
+    def by_seat(self, parts: Experience) -> Experience:
+        """Each part with its own seat's reward, in a group of that seat."""
+        pairs = list(zip(parts.ragged.groups.tolist(), self.seats, strict=True))
+        numbers = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+        rewards = [
+            own[seat] if seat else float(reward)
+            for own, seat, reward in zip(parts.components, self.seats, parts.rewards, strict=True)
+        ]
+        groups = torch.tensor([numbers[pair] for pair in pairs])
+        return dataclasses.replace(
+            parts,
+            ragged=dataclasses.replace(parts.ragged, groups=groups),
+            rewards=torch.tensor(rewards, dtype=torch.float32),
+        )
 
     def folded(
         self, values: torch.Tensor, parts: Experience, whole: Experience, empty: float
@@ -68,14 +89,6 @@ class Unfolded:
         result[places[there]] = values[there]
         return result
 
-    def spread_targets(self, targets: Targets, parts: Experience, whole: Experience) -> Targets:
-        """Targets of the parts."""
-        return _mapped(targets, lambda values: self.spread(values, parts, whole))
-
-    def folded_targets(self, targets: Targets, parts: Experience, whole: Experience) -> Targets:
-        """Targets of the rows; 0 where no part has a token."""
-        return _mapped(targets, lambda values: self.folded(values, parts, whole, 0))
-
 
 def unfolded(
     schedule: Schedule,
@@ -94,7 +107,10 @@ def unfolded(
         max_tokens: Most tokens of a micro-batch.
         together: The parts of a row stay in one micro-batch.
     """
-    rows = [[(len(part.row.tokens), _offset(_begins(of), part)) for part in of] for of in parts]
+    rows = [
+        [(len(p.row.tokens), _offset(_begins(of), p), [q.seat for q in p.row.parts]) for p in of]
+        for of in parts
+    ]
     told = row_objects(schedule, world, rows)
     places = [(row, number) for row, of in enumerate(told) for number in range(len(of))]
     numbers: list[list[int]] = [[] for _ in told]
@@ -137,10 +153,12 @@ def unfolded(
         origin=torch.tensor([row for row, _ in places]),
         number=torch.tensor([number for _, number in places]),
         offsets=[told[row][number][1] for row, number in places],
+        seats=["".join(told[row][number][2]) for row, number in places],
     )
 
 
-def _mapped(targets: Targets, column: Callable[[torch.Tensor], torch.Tensor]) -> Targets:
+def mapped(targets: Targets, column: Callable[[torch.Tensor], torch.Tensor]) -> Targets:
+    """Targets of other rows, whose columns follow from these."""
     return dataclasses.replace(
         targets,
         advantages=column(targets.advantages),
@@ -158,7 +176,7 @@ def branches(row: Trajectory) -> list[TrainedPart]:
     if len(bounds) < 3:
         return [TrainedPart(row=row)]
     found = []
-    for start, end in itertools.pairwise(bounds):
+    for of, (start, end) in zip(row.parts, itertools.pairwise(bounds), strict=True):
         spans = [
             dataclasses.replace(span, start=span.start - start, end=span.end - start)
             for span in row.spans
@@ -169,12 +187,19 @@ def branches(row: Trajectory) -> list[TrainedPart]:
             tokens=row.tokens[start:end],
             loss_mask=row.loss_mask[start:end],
             rollout_logprobs=row.rollout_logprobs[start:end],
+            ref_logprobs=_cut(row.ref_logprobs, start, end),
+            ref_top_ids=_cut(row.ref_top_ids, start, end),
+            ref_top_logprobs=_cut(row.ref_top_logprobs, start, end),
             spans=tuple(spans),
             routed_experts=row.routed_experts and row.routed_experts.part(start, end),
-            parts=(),
+            parts=(dataclasses.replace(of, start=0),),
         )
         found.append(TrainedPart(row=part, start=start))
     return found
+
+
+def _cut(column: npt.NDArray[Number] | None, start: int, end: int) -> npt.NDArray[Number] | None:
+    return None if column is None else column[start:end]
 
 
 def _begins(parts: Sequence[TrainedPart]) -> int:

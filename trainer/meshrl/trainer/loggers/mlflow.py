@@ -16,7 +16,7 @@ LONGEST = 500
 
 
 class MlflowLogger:
-    """One run; a trainer that starts again goes on in it."""
+    """One run; a trainer that starts again continues in it."""
 
     def __init__(self, run: LoggedRun) -> None:
         import mlflow
@@ -38,12 +38,12 @@ class MlflowLogger:
             mlflow.log_params(settings, run_id=self._id)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """The metrics of a step."""
+        """Log the metrics of a step."""
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         self._mlflow.log_metrics(finite, step=step, run_id=self._id)
 
     def rows(self, step: int, rows: LoggedRows) -> None:
-        """Samples and histograms as one JSON file of the step: MLflow has no histogram."""
+        """Log samples and histograms as one JSON file of the step: MLflow has no histogram."""
         counted = {name: np.histogram(values, bins=32) for name, values in rows.histograms.items()}
         told = {
             "samples": [dict(zip(COLUMNS, row, strict=True)) for row in rows.samples],

@@ -17,7 +17,7 @@ from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun
 
 
 class SwanlabLogger:
-    """One run; online, a trainer that starts again goes on in it."""
+    """One run; online, a trainer that starts again continues in it."""
 
     def __init__(self, run: LoggedRun) -> None:
         import swanlab
@@ -37,7 +37,7 @@ class SwanlabLogger:
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """The metrics of a step."""
+        """Log the metrics of a step."""
         self._run.log(dict(values), step=step)
 
     def rows(self, step: int, rows: LoggedRows) -> None:

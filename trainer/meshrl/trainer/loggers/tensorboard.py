@@ -33,7 +33,7 @@ class TensorBoardLogger:
             self._writer.add_scalar(name, value, step)
 
     def rows(self, step: int, rows: LoggedRows) -> None:
-        """Samples as a text, and a histogram of each column."""
+        """Log samples as a text, and a histogram of each column."""
         for name, values in rows.histograms.items():
             self._writer.add_histogram(f"histogram/{rows.split}/{name}", values, step)
         told = [

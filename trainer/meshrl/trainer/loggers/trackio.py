@@ -10,7 +10,7 @@ from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun
 
 
 class TrackioLogger:
-    """One run, named as the experiment; a trainer that starts again goes on in it."""
+    """One run, named as the experiment; a trainer that starts again continues in it."""
 
     def __init__(self, run: LoggedRun) -> None:
         import trackio
@@ -26,11 +26,11 @@ class TrackioLogger:
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """The metrics of a step."""
+        """Log the metrics of a step."""
         self._run.log(dict(values), step=step)
 
     def rows(self, step: int, rows: LoggedRows) -> None:
-        """A table of samples, and a histogram of each column."""
+        """Log a table of samples, and a histogram of each column."""
         made = {
             f"histogram/{rows.split}/{name}": self._trackio.Histogram(values)
             for name, values in rows.histograms.items()

@@ -17,7 +17,7 @@ STEP = "training_step"
 
 
 class WandbLogger:
-    """One run; a trainer that starts again goes on in it."""
+    """One run; a trainer that starts again continues in it."""
 
     def __init__(self, run: LoggedRun) -> None:
         import wandb
@@ -41,7 +41,7 @@ class WandbLogger:
         self._run.log({**values, STEP: step})
 
     def rows(self, step: int, rows: LoggedRows) -> None:
-        """A table of samples, and a histogram of each column."""
+        """Log a table of samples, and a histogram of each column."""
         wandb = self._wandb
         made = {
             f"histogram/{rows.split}/{name}": wandb.Histogram(values)

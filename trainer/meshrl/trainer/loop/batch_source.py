@@ -51,7 +51,7 @@ class LoopCommand(Enum):
     END = "end"
     """End: the data have ended, no batch will come."""
     DRAIN = "drain"
-    """End this process; the run goes on another time."""
+    """End this process; the run continues another time."""
 
 
 NextWork: TypeAlias = Batch | LoopCommand
@@ -130,7 +130,7 @@ class BatchSource:
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
-        """Give up when the work inside finds that the queue is not to be had. On rank 0."""
+        """Give up when the work inside finds the queue unavailable. On rank 0."""
         try:
             yield
         except AWAY as error:
@@ -158,12 +158,12 @@ class BatchSource:
         return tuple(json.loads(await self._compute.run(lambda: self._world.broadcast(message))))
 
     async def drop(self, damaged: Mapping[Uid, str], epoch: int) -> None:
-        """Rows of the batch of `next` cannot be read: their groups are in no batch of the step. On rank 0."""
+        """Drop unreadable rows of the batch of `next`: their groups are in no batch of the step. On rank 0."""
         await dead_letter(self._queue, self._settings.run, epoch, damaged)
         self._sampling.drop(damaged)
 
     async def tell_of_failure(self, batch: Batch, epoch: int, error: Exception) -> None:
-        """The step of the batch, one group, failed of itself: the queue counts that, if it is to be had now."""
+        """Report that the step of this batch, one group, failed by its data: an available queue counts that."""
         reason = f"{FAILED}: {type(error).__name__}: {error}"[:MOST_OF_A_REASON]
         try:
             async with asyncio.timeout(TELL_S):
@@ -175,7 +175,9 @@ class BatchSource:
                 )
         except (MeshError, TimeoutError) as untold:
             log.warning(
-                "step %d: the queue was not told that it failed: %s", batch.step + 1, untold
+                "step %d: the failure could not be reported to the queue: %s",
+                batch.step + 1,
+                untold,
             )
 
     @property
@@ -184,7 +186,7 @@ class BatchSource:
         return self._sampling.metrics
 
     async def keep_ranks_waiting(self, work: Awaitable[None]) -> None:
-        """Await rank 0's `work` and tell the other ranks every `take_wait_s` to go on waiting."""
+        """Await rank 0's `work` and tell the other ranks every `take_wait_s` to continue waiting."""
         if self._world.size == 1 or not self._world.is_main:
             await work
             return
@@ -317,9 +319,12 @@ def trainable(uid: Uid, columns: Columns, *, vocabulary: int) -> Trajectory:
         raise UntrainableError(f"row {uid}: {error}") from error
     if row.reward is None:
         raise UntrainableError(f"row {uid}: it has no reward")
+    for part in row.parts:
+        if part.seat and part.seat not in row.reward_components:
+            raise UntrainableError(f"row {uid}: no reward component {part.seat!r}, a trained seat")
     for start in {0, *(part.start for part in row.parts)}:
         if row.loss_mask[start : start + 1].any():
-            # Nothing stands before it that it could have been sampled from.
+            # It has no context that it could have been sampled from.
             raise UntrainableError(
                 f"row {uid}: column loss_mask holds 1 at {start}, where a sequence begins: want 0"
             )
@@ -329,7 +334,7 @@ def trainable(uid: Uid, columns: Columns, *, vocabulary: int) -> Trajectory:
 async def unreadable(
     read: Callable[[list[Uid]], Awaitable[object]], uids: Iterable[Uid]
 ) -> dict[Uid, str]:
-    """Those of the rows at which `read` raises CorruptError, with the reason that is kept; each is read by itself."""
+    """Rows for which `read` raises CorruptError, with the reason; each is read by itself."""
     found: dict[Uid, str] = {}
     for uid in uids:
         try:

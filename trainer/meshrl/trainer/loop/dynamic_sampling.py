@@ -71,7 +71,7 @@ class DynamicSampling:
             self._values = []
 
     def drop(self, damaged: Iterable[Uid]) -> None:
-        """The groups of rows that cannot be read have left; another take gives others where none are left."""
+        """Drop the groups of unreadable rows; another take gives others where none are left."""
         self._parts = [without(part, damaged) for part in self._parts]
 
     @property

@@ -76,7 +76,7 @@ class Evaluation:
     """`<task>/level`, which its prompts for training have from now on, and `<task>/score`, the score at its level."""
 
     def metrics(self) -> dict[str, float | str]:
-        """As written to metrics.jsonl."""
+        """The metrics for metrics.jsonl."""
         return {
             "val/score/mean": self.score,
             "val/response_length": self.length,

@@ -14,7 +14,7 @@ Step s makes version v = s + 1. What runs beside what, over time, on rank 0:
   transfer. A version that the fleet has committed goes to the queue, which admits new tasks by it.
 - A checkpoint that is due waits for the write of the one before, copies weights and optimizer state on the compute
   thread, and is written beside the next steps. The queue releases its rows (commit) once it is durable.
-- A queue that is not to be had (its host stops at the same moment, or it stays away for longer than calls wait) ends
+- A queue that is unavailable (its host stops at the same moment, or it stays away for longer than calls wait) ends
   training with a checkpoint. It names the batch that was trained and could not be settled; `resume` settles it.
 - One evaluation runs at a time, beside training. Training waits for it with `max_staleness: 0` and at step 0.
 
@@ -144,7 +144,7 @@ class Trainer:
             else None
         )
         self.drained = False
-        """`run` has ended before the run was at its end: it is to be gone on with."""
+        """Whether `run` ended before the run's end: it can be resumed."""
 
     @property
     def step(self) -> int:
@@ -198,7 +198,7 @@ class Trainer:
     async def _train(self, batch: Batch) -> bool:
         """One step. Then the batch is in the weights, the queue knows, and the version is on its way to the fleet.
 
-        False: nothing of the batch could be read. Another one is taken for the step, if the queue is to be had.
+        False: nothing of the batch could be read. Another one is taken for the step, if the queue is available.
         """
         began_ns = time.time_ns()
         with self.status.phase(TrainerPhase.TRAINING, "fetching"):

@@ -106,7 +106,7 @@ class RewardVersionGuard:
     async def take(
         self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
-        """As the port says, of one reward version; taking again joins the scoring under way.
+        """Take a batch of one reward version; taking again joins the scoring under way.
 
         Raises:
             UserError: rows of several versions, and no reward service is known.
@@ -135,7 +135,7 @@ class RewardVersionGuard:
     async def fetch_rows(
         self, run: str, uids: Sequence[Uid], columns: Sequence[str]
     ) -> Sequence[Columns]:
-        """As the port says, with the scores of `take`."""
+        """Fetch rows, with the scores of `take`."""
         stored = await self._queue.fetch_rows(run, uids, columns)
         return [self._overlaid(uid, row) for uid, row in zip(uids, stored, strict=True)]
 

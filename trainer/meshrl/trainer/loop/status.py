@@ -66,7 +66,7 @@ class LiveStatus:
             self._waiting_for = ""
 
     def resumed(self, version: Version, samples: int) -> None:
-        """Set where the run stands at its start."""
+        """Set the progress of the run at its start."""
         self.version, self._samples = version, samples
         self._step_began = time.monotonic()
         self._announce()

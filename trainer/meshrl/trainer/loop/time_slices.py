@@ -41,10 +41,10 @@ class Always(DeviceTurns):
     metrics: Mapping[str, Json] = {}
 
     async def acquire(self) -> None:
-        """It is there."""
+        """Return at once: the device is never shared."""
 
     async def release(self, *, version_follows: bool = False) -> None:
-        """Nobody else wants it."""
+        """Do nothing: no engine uses the device."""
 
 
 class TimeSlices(DeviceTurns):

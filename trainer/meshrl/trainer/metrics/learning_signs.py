@@ -193,7 +193,7 @@ SIGNS: tuple[Sign, ...] = (
         "another format, or compares with the wrong column.",
         change=(
             "Read some responses beside `ground_truth`. Are there right ones that score 0? Then mend the reward; "
-            "`meshrl reward submit` does it while the run goes on.",
+            "`meshrl reward submit` does it during the run.",
             "Is the format never met? Say it in the prompt, reward the format by itself, or warm up "
             "with `meshrl sft`.",
             "Is the task too hard? Use easier prompts first (`data.curriculum`), a larger `rollout.n`, "
@@ -312,7 +312,7 @@ SIGNS: tuple[Sign, ...] = (
             "`algorithm.rollout_correction` weights rows by it; `weights.dtype: float32` on both sides "
             "shows whether it is "
             "numerics.",
-            "Samplers other than temperature (`rollout.top_p`, `top_k`) must be known to the trainer: "
+            "The trainer knows of samplers the temperature only (not `rollout.top_p`, `top_k`, `min_p` …): "
             "see engines.md.",
         ),
         check=_mismatch,
@@ -348,7 +348,7 @@ SIGNS: tuple[Sign, ...] = (
         title="Nothing moves",
         metrics=("time/waiting_s", "time/step_s"),
         command="meshrl why-waiting",
-        means="No step is made. The queue and the workers can say what waits for whom: see stuck.md.",
+        means="No step is made. The queue and the workers can say what waits, and for which service: see stuck.md.",
         change=("[Find out why a run is stuck](stuck.md).",),
     ),
 )

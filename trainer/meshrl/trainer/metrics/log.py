@@ -127,7 +127,7 @@ class MetricsLog:
         return self._path.read_text().splitlines()
 
     def _replace(self, lines: Sequence[str]) -> None:
-        """A kill leaves the file with its lines, or with these."""
+        """Replace the file: a kill leaves its old lines, or these."""
         writing = self._path.with_name(f".{self._path.name}.writing")
         try:
             with writing.open("w") as stream:
@@ -143,7 +143,7 @@ class MetricsLog:
 
 
 def _thinned(lines: Sequence[str]) -> Iterator[str]:
-    """Without every second training step, and every second evaluation, of the older half."""
+    """The lines without every second training step and evaluation of the older half."""
     seen: Counter[bool] = Counter()
     older = len(lines) // 2
     for line in lines[:older]:

@@ -50,7 +50,7 @@ class ModelWork:
     """Weights that a token passes in one layer; of a mixture of experts, in those that it is sent to."""
     head_weights: int
     frozen: bool = False
-    """Only adapters are trained, whose own share is left out."""
+    """Whether only adapters are trained; their own share is left out."""
 
     @classmethod
     def of(cls, config: Any, *, frozen: bool = False) -> ModelWork | None:
@@ -150,7 +150,7 @@ def _ranges(name: str) -> Iterator[None]:
 
 
 def _save(file: Path, ending: str, write: Callable[[str], object]) -> None:
-    """Training goes on where the file cannot be written."""
+    """Training continues where the file cannot be written."""
     path = file.with_name(file.name + ending)
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -1,12 +1,15 @@
 """Block-diagonal causal attention over a pack, registered with transformers as `meshrl_packed`.
 
-No mask is built. On CUDA in half precision kernels take rows as they lie (`attention_kernels.py` says which).
-Elsewhere sequences of similar length become one rectangular causal call: padding at the end cannot be seen by a real
-query under a causal mask, so the result is exact. No kernel of torch computes softcaps and sinks: there all scores
-are in memory.
+No mask over the pack is built. On CUDA in half precision kernels take rows as they lie (`attention_kernels.py` says
+which). Elsewhere sequences of similar length become one rectangular causal call: padding at the end cannot be seen by
+a real query under a causal mask, so the result is exact. A row of which more than half is laid with another one has
+queries for its own tokens alone, and a mask. No kernel of torch computes softcaps and sinks: there all scores are in
+memory.
 
 Layers that keep a state from one token to the next (linear attention, convolutions, Mamba) run over the same
-rectangles, whole (`split_rows`): such a layer is causal, too, and each row begins with no state.
+rectangles, whole (`split_rows`): such a layer is causal, too, and each row begins with no state. Kernels of
+flash-linear-attention, causal-conv1d and mamba-ssm, which transformers uses where they are installed, get the
+starts of rows instead, and take them end to end.
 """
 
 from __future__ import annotations
@@ -22,9 +25,16 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
+from meshrl.common.device_lease import ROWS_PER_LAID, STATEFUL_ROWS_PER_LAID
 from meshrl.contract.errors import UserError
-from meshrl.trainer.model.attention_kernels import attend_row, attend_varlen, takes_long_rows
-from meshrl.trainer.model.packing import LONG_ROW, PackLayout, RowRectangle
+from meshrl.trainer.model.attention_kernels import (
+    attend_row,
+    attend_varlen,
+    name_of_starts,
+    row_starts,
+    takes_long_rows,
+)
+from meshrl.trainer.model.packing import LONG_ROW, PackLayout, RowRectangle, RowRun
 from meshrl.trainer.model.parallel import repeats
 
 NAME = "meshrl_packed"
@@ -96,7 +106,7 @@ def packed_attention(
     packed_layout = packed_layout or getattr(position_ids, _CARRIED, None)
     if packed_layout is None:
         raise UserError(
-            f"{type(module).__name__} is told nothing of how rows lie: packed training does not support it"
+            f"{type(module).__name__} gets no row boundaries: packed training does not support it"
         )
     scores = Scores(scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     share = packed_layout.share
@@ -112,7 +122,7 @@ def packed_attention(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """How a layer makes its scores, as `packed_attention` is told."""
+    """How a layer computes its scores: arguments of `packed_attention`."""
 
     scaling: float | None
     window: int | None
@@ -152,25 +162,24 @@ def _end_to_end(
     scores: Scores,
 ) -> torch.Tensor:
     """[1, P, Hq, D] by a kernel that takes rows end to end."""
-    unfolded, folded = packed_layout.unfolded, packed_layout.folded
+    every = packed_layout.keys
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if unfolded is not None:
-        q, k, v = (x.index_select(0, unfolded) for x in (q, k, v))
-    long = packed_layout.max_seqlen >= LONG_ROW and scores.window is None and takes_long_rows(q, k)
-    if long:
-        sizes = [run.tokens for run in packed_layout.runs]
-        of_runs = zip(*(torch.split(x, sizes) for x in (q, k, v)), strict=True)
-        parts = [
-            attend_row(q, k, v, scores.scaling)
-            if run.longest >= LONG_ROW
-            else _neighbours(attend, q, k, v, run.cu_seqlens, run.longest, scores)
-            for run, (q, k, v) in zip(packed_layout.runs, of_runs, strict=True)
-        ]
-        out = torch.cat(parts) if len(parts) > 1 else parts[0]
-    else:
-        cu, longest = packed_layout.cu_seqlens, packed_layout.max_seqlen
-        out = _neighbours(attend, q, k, v, cu, longest, scores)
-    return (out if folded is None else out.index_select(0, folded))[None]
+    of_rows = (k, v) if every is None else [x.index_select(0, every) for x in (k, v)]
+    whole = packed_layout.rows
+    if whole.longest < LONG_ROW or scores.window is not None or not takes_long_rows(q, k):
+        return _neighbours(attend, q, of_rows[0], of_rows[1], whole, scores)[None]
+    parts, seen, runs = [], 0, packed_layout.runs
+    queries = torch.split(q, [run.queries for run in runs])
+    both = zip(*(torch.split(x, [run.keys for run in runs]) for x in of_rows), strict=True)
+    for run, own, (k, v) in zip(runs, queries, both, strict=True):
+        if not run.alone:
+            parts.append(_neighbours(attend, own, k, v, run, scores))
+        else:
+            if every is not None and run.queries < run.keys:
+                own = q.index_select(0, every[seen : seen + run.keys])
+            parts.append(attend_row(own, k, v, scores.scaling)[run.keys - run.queries :])
+        seen += run.keys
+    return torch.cat(parts)[None]
 
 
 def _neighbours(
@@ -178,13 +187,12 @@ def _neighbours(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    longest: int,
+    run: RowRun,
     scores: Scores,
 ) -> torch.Tensor:
-    """[t, Hq, D] of rows end to end, in one call."""
+    """[t, Hq, D] of the queries of rows end to end, in one call: the last of a row sees all its keys."""
     window = (-1 if scores.window is None else scores.window - 1, 0)
-    places = (cu_seqlens, cu_seqlens, longest, longest)
+    places = (run.cu_queries, run.cu_keys, run.most_queries, run.longest)
     out = attend(q, k, v, *places, scale=scores.scaling, window_size=window)
     assert isinstance(out, torch.Tensor)
     return out
@@ -198,15 +206,18 @@ def _rectangle(
     scores: Scores,
 ) -> torch.Tensor:
     """One bucket's attention: [t, Hq, Dv], its real tokens row after row."""
-    n, length = bucket.gather.shape
-    flat = bucket.gather.reshape(-1)
+    length = bucket.gather.shape[1]
+    first = 0 if scores.window is None else max(0, bucket.start + 1 - scores.window)
+    tables = (bucket.gather[:, bucket.start :], *[bucket.gather[:, first:]] * 2)
     rectangles = [
-        x.index_select(0, flat).view(n, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
+        x.index_select(0, table.reshape(-1)).view(*table.shape, *x.shape[1:]).transpose(1, 2)
+        for x, table in zip((q, k, v), tables, strict=True)
     ]
     mask = None
-    if not scores.plain or (scores.window is not None and length > scores.window):
-        age = torch.arange(length, device=q.device)
-        age = age[:, None] - age[None, :]
+    windowed = scores.window is not None and length > scores.window
+    if bucket.start or windowed or not scores.plain:
+        column = torch.arange(length, device=q.device)
+        age = column[bucket.start :, None] - column[first:]
         mask = (age >= 0) & (age < (scores.window or length))
     if scores.plain:
         out = F.scaled_dot_product_attention(
@@ -221,14 +232,13 @@ def _rectangle(
     else:
         assert mask is not None
         out = _explicit(rectangles[0], rectangles[1], rectangles[2], mask, scores)
-    cells = out.transpose(1, 2).reshape(n * length, q.shape[1], v.shape[2])
-    return cells.index_select(0, bucket.cells)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.cells)
 
 
 def _explicit(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
-    """Attention that no kernel of torch computes, with all scores [n, Hq, L, L] in memory: [n, Hq, L, Dv]."""
+    """Attention that no kernel of torch computes, with all scores [n, Hq, Lq, L] in memory: [n, Hq, Lq, Dv]."""
     times = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
     found = q @ k.mT * (q.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling)
@@ -259,28 +269,53 @@ def is_stateful(module: nn.Module) -> bool:
     return _STATEFUL.search(type(module).__name__) is not None
 
 
+def rows_per_laid(hf: nn.Module) -> int:
+    """Tokens of rows in a micro-batch of `hf`, at most, per token that it may lay."""
+    return STATEFUL_ROWS_PER_LAID if any(map(is_stateful, hf.modules())) else ROWS_PER_LAID
+
+
 def split_rows(hf: nn.Module) -> None:
     """Let the layers of `hf` that keep a state run over the rows of a pack, in place. What it has of others stays."""
+    known: dict[type, str] = {}
     for module in hf.modules():
         if is_stateful(module):
-            module.forward = partial(_in_rows, module.forward)
+            module.forward = partial(_in_rows, module.forward, known)
 
 
 def _in_rows(
     forward: Any,
+    known: dict[type, str],
     hidden_states: torch.Tensor,
     *,
     packed_layout: PackLayout | None = None,
     **named: Any,
 ) -> torch.Tensor:
     """[1, P, H] of [1, P, H], by a `forward` that takes rows [n, L, H]. Raises UserError where it knows no rows."""
+    layer = forward.__self__
     if packed_layout is None:
         raise UserError(
-            f"{type(forward.__self__).__name__} is told nothing of how rows lie: packed training does not support it"
+            f"{type(layer).__name__} gets no row boundaries: packed training does not support it"
         )
     _calls.count = calls() + 1
+    if type(layer) not in known:
+        known[type(layer)] = name_of_starts(layer, hidden_states)
+    if name := known[type(layer)]:
+        rows, every = packed_layout.rows, packed_layout.keys
+        if every is not None:
+            hidden_states = hidden_states.index_select(1, every)
+        out: torch.Tensor = forward(
+            hidden_states, **row_starts(name, rows.cu_keys, rows.keys), **named
+        )
+        if every is None:
+            return out
+        # A row's own tokens are its last ones.
+        before = torch.repeat_interleave(
+            (rows.cu_keys - rows.cu_queries)[1:], rows.cu_queries.diff(), output_size=rows.queries
+        )
+        own = torch.arange(rows.queries, device=before.device) + before
+        return out.index_select(1, own)
     parts = [
-        forward(hidden_states[0][bucket.gather], **named)
+        forward(hidden_states[0][bucket.gather], **named)[:, bucket.start :]
         .flatten(0, 1)
         .index_select(0, bucket.cells)
         for bucket in packed_layout.buckets

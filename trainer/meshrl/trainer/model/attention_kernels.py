@@ -7,22 +7,30 @@
     before                 FlashAttention 2 of the package `flash_attn`, if that is installed
     neither                None: rows become rectangles
 
-Torch: https://docs.pytorch.org/docs/stable/nn.attention.html. Run with torch 2.11 on an H200; the packages were not.
+Layers that keep a state (linear attention, Mamba, convolutions) have kernels of flash-linear-attention, causal-conv1d
+and mamba-ssm, which transformers calls where they are installed: `name_of_starts` tries whether they keep rows apart.
+
+Torch: https://docs.pytorch.org/docs/stable/nn.attention.html. Run with torch 2.11 on an H200; the packages were not,
+but flash-linear-attention 0.6, by Triton's interpreter.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import importlib.util
 import inspect
 import logging
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.integrations import hub_kernels
 
 from meshrl.trainer.model.packing import bucket_length
 
@@ -34,6 +42,12 @@ except ImportError:  # before torch 2.10
 logger = logging.getLogger(__name__)
 _HOPPER = 9
 FA2, FA3 = "flash_attn", "flash_attn_interface"
+_STARTS = ("cu_seq_lens_q", "cu_seqlens")
+"""Arguments in which transformers' layers take where rows begin; Kimi's hand the second on to the kernel."""
+_TRIED_ROWS = (70, 30)
+"""Tokens of the rows that layers are tried with: chunks of linear attention have 64."""
+_ALIKE = 0.05
+"""Share of the norm: above bfloat16's rounding, below the error of rows that see each other."""
 
 
 def with_grouped_heads(attend: Any | None) -> Any | None:
@@ -156,6 +170,66 @@ def attend_row(
             q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
         )
     return out[0, :, :tokens].transpose(0, 1)
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Let transformers compute by its own functions also where packages have kernels, which run on a GPU alone.
+
+    It asks one question before each such kernel: is the model exported?
+    """
+    asks = "is_torchdynamo_exporting"
+    before = getattr(hub_kernels, asks, None)
+    setattr(hub_kernels, asks, lambda: True)
+    try:
+        yield
+    finally:
+        setattr(hub_kernels, asks, before)
+
+
+def row_starts(name: str, cu_seqlens: torch.Tensor, tokens: int) -> dict[str, torch.Tensor]:
+    """Arguments that tell a layer how rows of `tokens` tokens in all lie.
+
+    Returns:
+        As `name`, int32[rows + 1]: where they begin; as `seq_idx`, int32[1, tokens]: each token's row.
+    """
+    rows = torch.arange(len(cu_seqlens) - 1, dtype=torch.int32, device=cu_seqlens.device)
+    numbers = torch.repeat_interleave(rows, cu_seqlens.diff(), output_size=tokens)
+    return {name: cu_seqlens, "seq_idx": numbers[None]}
+
+
+def name_of_starts(layer: Any, like: torch.Tensor) -> str:
+    """Name for `row_starts` by which a layer keeps rows apart that lie end to end; empty where it lacks the kernels.
+
+    Tried on a copy in which states last: it depends on transformers, on packages and on the GPU, and a layer may pass
+    over its arguments in silence. `like` is [1, P, H] as the layer gets it.
+    """
+    # In a thread of its own: activation checkpointing around this forward would count what the trial computes.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_tried_name, layer, like).result()
+
+
+@torch.no_grad()
+def _tried_name(layer: Any, like: torch.Tensor) -> str:
+    tried = copy.deepcopy(layer)
+    for name, parameter in tried.named_parameters():
+        if name.endswith("A_log"):
+            parameter.fill_(-4.0)
+    forward = functools.partial(type(layer).forward, tried)
+    draw = torch.Generator(like.device).manual_seed(0)
+    rows = like.new_empty(1, sum(_TRIED_ROWS), like.shape[-1]).normal_(generator=draw)
+    ends = torch.tensor([0, *_TRIED_ROWS], device=like.device).cumsum(0, dtype=torch.int32)
+    for name in _STARTS:
+        try:
+            found = forward(rows, **row_starts(name, ends, rows.shape[1]))
+        except Exception as error:  # transformers' own where a package is missing, or a kernel's
+            logger.debug("%s with %s: %s", type(layer).__name__, name, error)
+            continue
+        wanted = torch.cat([forward(row) for row in torch.split(rows, list(_TRIED_ROWS), 1)], 1)
+        if (found - wanted).norm() < _ALIKE * wanted.norm():
+            logger.info("%s: kernels that take rows end to end", type(layer).__name__)
+            return name
+    return ""
 
 
 attend_varlen = with_grouped_heads(getattr(varlen, "varlen_attn", None)) or of_package()

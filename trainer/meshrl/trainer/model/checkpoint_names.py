@@ -52,10 +52,10 @@ class Fused:
     left: set[str] = field(default_factory=set)
     """Names that nobody has asked for since the last gather."""
     held: Tensors = field(default_factory=dict)
-    """Those of `left`, on ranks that want them."""
+    """Tensors of `left`, on ranks that need them."""
 
     def shared(self, dtype: torch.dtype) -> Tensors:
-        """The parameters as `dtype`, shared out as they are. Every rank calls this."""
+        """The parameters as `dtype`, sharded as they are. Every rank calls this."""
         return {name: weight.shared(dtype) for name, weight in self.weights.items()}
 
     def fill(self, gathered: Tensors) -> None:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 COMPILED_ON = {"cuda"}
 """Kinds of device; none any more when something could not be compiled: no Triton, no C compiler."""
 _WIDENS = hasattr(torch.ops.aten.addmm, "dtype_out")
-"""From torch 2.8 on CUDA adds products of half precision to a float32 without rounding them first."""
+"""Whether CUDA adds products of half precision to a float32 unrounded: from torch 2.8 on."""
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23}
 """Logits held at once, twice, by kind of device: 32 MiB each in float32, a CPU gains nothing from more. A GPU that is

@@ -225,7 +225,7 @@ def peft_settings(config: ModelConfig, hf: nn.Module) -> dict[str, Json]:
 
 
 def _target_modules(hf: nn.Module, config: ModelConfig) -> str | list[str]:
-    """As peft reads them; of a mixture of experts, `all-linear` is every linear layer that is no MLP's.
+    """The target modules for peft; for a mixture of experts, `all-linear` is every linear layer outside MLPs.
 
     peft would add the experts, which share one tensor here, and takes names of dense MLPs for theirs.
     """
@@ -253,7 +253,7 @@ class Weight:
 
     @torch.no_grad()
     def shared(self, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor as `dtype`, shared out as the parameter is. Every rank calls this."""
+        """The tensor as `dtype`, sharded as the parameter is. Every rank calls this."""
         value: torch.Tensor = self.parameter.detach()
         if self.adapter is not None:
             value = _with_adapter(value, self.adapter)
@@ -295,7 +295,7 @@ def scale(hf: nn.Module) -> float:
 
 
 def base_names(hf: nn.Module) -> dict[str, str]:
-    """The names of parameters that an adapter stands beside, to those that they have without one."""
+    """Maps names of parameters with an adapter to their names without one."""
     names = (name for name, _ in hf.named_parameters())
     return {name: name.replace(_BASE, ".") for name in names if _BASE in name}
 
@@ -355,7 +355,7 @@ class BaseModel:
     """The base checkpoint of an adapter: its safetensors, mapped, not loaded.
 
     Both ends of the weight plane have it on disk. A replica that merges an adapter into another one would serve a
-    policy that nobody trained, so the fingerprint travels with every adapter and stands in every checkpoint of one.
+    policy that nobody trained, so the fingerprint is sent with every adapter and is in every checkpoint of one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -377,7 +377,7 @@ class BaseModel:
     def fingerprint(self) -> str:
         """xxh3-128, hexadecimal, over names, types, shapes and bytes of all tensors, in order of their names.
 
-        How the tensors are shared out over files does not matter. Reads every byte once.
+        How the tensors are sharded over files does not matter. Reads every byte once.
         """
         digest = xxhash.xxh3_128()
         for name in sorted(self._file_of):
@@ -392,7 +392,7 @@ class BaseModel:
         return frozenset(self._file_of)
 
     def has(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Is there such a tensor?"""
+        """Whether the files have a tensor of this name and shape."""
         file = self._file_of.get(name)
         return file is not None and tuple(file.get_slice(name).get_shape()) == shape
 

@@ -2,7 +2,7 @@
 
     batch ──groups──▶ mini-batches ──rows, balanced by tokens──▶ ranks ──token budget──▶ micro-batches
 
-The plan is a pure function of the lengths in the manifest, so ranks agree on it without a word, and every
+The plan is a pure function of the lengths in the manifest, so ranks agree on it without communication, and every
 rank runs the same number of micro-batches: empty ones fill up, because FSDP's collectives must match.
 """
 
@@ -57,10 +57,10 @@ class PackSize:
     tokens: int
     """Tokens of all rows, as attention reads them."""
     own: int
-    """Those that are laid for these rows alone."""
+    """Tokens that only these rows use."""
     group: str = ""
     shared: int = 0
-    """Those that are laid once for all rows of `group` in the pack."""
+    """Tokens that all rows of `group` in the pack share."""
 
     @property
     def laid(self) -> int:
@@ -82,25 +82,31 @@ def pair_sizes(pairs: Iterable[tuple[Int32, Int32]]) -> list[PackSize]:
     return sizes
 
 
-def plan(sizes: Sequence[PackSize], *, ranks: int, max_tokens: int) -> PackingPlan:
+def plan(
+    sizes: Sequence[PackSize], *, ranks: int, max_tokens: int, rows_per_laid: int = ROWS_PER_LAID
+) -> PackingPlan:
     """Deal rows to `ranks` and cut each share into packs in which at most `max_tokens` are laid.
 
     Longest first to the least loaded rank (LPT: at most 4/3 of the best makespan). Rows that are longer than
     `max_tokens` get a pack of their own: they have to be trained somewhere.
     """
     shares = _deal(sizes, ranks)
-    packs = [_cut(sizes, share, max_tokens) for share in shares]
+    packs = [_cut(sizes, share, max_tokens, rows_per_laid) for share in shares]
     most = max(1, max(len(p) for p in packs))
     return PackingPlan(ranks=tuple(tuple(p) + ((),) * (most - len(p)) for p in packs))
 
 
-def cut(sizes: Sequence[PackSize], max_tokens: int) -> list[tuple[int, ...]]:
+def cut(
+    sizes: Sequence[PackSize], max_tokens: int, rows_per_laid: int = ROWS_PER_LAID
+) -> list[tuple[int, ...]]:
     """Rows in near the fewest packs in which at most `max_tokens` are laid; none for no rows."""
-    return _cut(sizes, range(len(sizes)), max_tokens)
+    return _cut(sizes, range(len(sizes)), max_tokens, rows_per_laid)
 
 
-def cut_alike(rows: Sequence[Int32], max_tokens: int) -> list[tuple[int, ...]]:
-    """Packs of at most `max_tokens` laid tokens in which rows that begin alike stand together, as far as they fit.
+def cut_alike(
+    rows: Sequence[Int32], max_tokens: int, rows_per_laid: int = ROWS_PER_LAID
+) -> list[tuple[int, ...]]:
+    """Packs of at most `max_tokens` laid tokens in which rows that begin alike are together, as far as they fit.
 
     A row that is longer has a pack of its own; with `max_tokens` 0 each has.
     """
@@ -109,7 +115,7 @@ def cut_alike(rows: Sequence[Int32], max_tokens: int) -> list[tuple[int, ...]]:
     for row in sorted(range(len(rows)), key=lambda row: rows[row].tobytes()):
         laid += len(rows[row]) - _common(before, rows[row])
         tokens += len(rows[row])
-        if not packs or laid > max_tokens or tokens > ROWS_PER_LAID * max_tokens:
+        if not packs or laid > max_tokens or tokens > rows_per_laid * max_tokens:
             packs.append([])
             laid = tokens = len(rows[row])
         packs[-1].append(row)
@@ -131,11 +137,11 @@ def _deal(sizes: Sequence[PackSize], parts: int) -> list[list[int]]:
 class _OpenPack:
     """A pack that is being filled."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, rows_per_laid: int) -> None:
         self.rows: list[int] = []
         self.room = max_tokens
         """Tokens that may still be laid."""
-        self._row_room = ROWS_PER_LAID * max_tokens
+        self._row_room = rows_per_laid * max_tokens
         self._shared: dict[str, int] = {}
 
     def add(self, row: int, size: PackSize) -> bool:
@@ -152,7 +158,9 @@ class _OpenPack:
         return True
 
 
-def _cut(sizes: Sequence[PackSize], share: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
+def _cut(
+    sizes: Sequence[PackSize], share: Sequence[int], max_tokens: int, rows_per_laid: int
+) -> list[tuple[int, ...]]:
     """First fit, longest first, before all where the group's prompt is laid already: near the fewest packs."""
     packs: list[_OpenPack] = []
     packs_of: defaultdict[str, list[_OpenPack]] = defaultdict(list)
@@ -163,7 +171,7 @@ def _cut(sizes: Sequence[PackSize], share: Sequence[int], max_tokens: int) -> li
             if pack.room >= size.own and pack.add(row, size):
                 break
         else:
-            pack = _OpenPack(max_tokens)
+            pack = _OpenPack(max_tokens, rows_per_laid)
             pack.add(row, size)
             packs.append(pack)
         if pack not in begun:
@@ -178,57 +186,90 @@ def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.to(device)
 
 
+def attention_pairs(length: int, start: int) -> int:
+    """Pairs of query and key that a rectangle computes of a row of `length`, whose queries begin at `start`.
+
+    From the first token on, a kernel leaves out the keys behind each query; later on a mask excludes them.
+    """
+    return (length - start) * length if start else length * (length + 1) // 2
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RowRectangle:
     """Rows of similar length, as one rectangular attention call."""
 
     gather: torch.Tensor
     """int64[n, L]: pack position of each table entry; entries past a row's end repeat its last token."""
+    start: int
+    """Column from which on entries are queries, too. Those before it are laid, and attend, with another row."""
     cells: torch.Tensor
-    """int64[t]: which of the n*L cells are real tokens, and of a prefix that rows share only the first row's."""
+    """int64[t]: which of the n*(L - start) queries are real tokens, and of a prefix that rows share only the first
+    row's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowRun:
-    """A row of at least LONG_ROW tokens, or neighbours that are shorter, as attention takes them end to end."""
+    """Rows as a kernel takes them end to end: the tokens that are laid with each as queries, whole rows as keys."""
 
-    cu_seqlens: torch.Tensor
-    """int32[rows + 1], counted from its first token."""
-    tokens: int
+    cu_queries: torch.Tensor
+    """int32[rows + 1], counted from the run's first query; the last entry is their number."""
+    cu_keys: torch.Tensor
+    """int32[rows + 1], likewise."""
+    queries: int
+    keys: int
+    most_queries: int
+    """The most of one row."""
     longest: int
+    """The most keys of one row."""
+    alone: bool = False
+    """One row of at least LONG_ROW tokens, of which half or more are laid with it."""
+
+    def to(self, device: torch.device) -> RowRun:
+        """The same run on another device."""
+        return replace(
+            self,
+            cu_queries=_sent(self.cu_queries, device),
+            cu_keys=_sent(self.cu_keys, device),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackLayout:
     """How the rows of one pack lie: what block-diagonal attention needs instead of a mask."""
 
-    cu_seqlens: torch.Tensor
-    """int32[S+1]: starts of rows, laid end to end and each with its prefix; the last entry is the total."""
-    max_seqlen: int
+    places: npt.NDArray[np.int64]
+    """[T]: pack position of each token of the rows, end to end as they were given."""
     buckets: tuple[RowRectangle, ...]
-    runs: tuple[RowRun, ...]
-    """All rows, in their order; a single one for a pack without long rows."""
     order: torch.Tensor
     """int64[P]: index of each token of the pack in the buckets' `cells`, one bucket after the other."""
-    unfolded: torch.Tensor | None = None
-    """int64[cu_seqlens[-1]]: pack position of each token of the rows end to end; None where the pack is just that."""
-    folded: torch.Tensor | None = None
-    """int64[P]: the way back, to one of the places at which a token of the pack stands."""
+    rows: RowRun
+    """All rows with tokens of their own, as these lie in the pack: its queries are the pack's tokens."""
+    runs: tuple[RowRun, ...]
+    """The same in parts: each long row alone, its neighbours together."""
+    keys: torch.Tensor | None = None
+    """int64[rows.keys]: pack position of each key of `rows`; None where the pack is just that."""
     share: SequenceShare | None = None
     """Part of the pack that this rank forwards with sequence parallelism. The layout is the whole pack's."""
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of query and key in the rectangles of a layer without a window."""
+        return sum(
+            len(b.gather) * attention_pairs(b.gather.shape[1], b.start) for b in self.buckets
+        )
 
     def to(self, device: torch.device) -> PackLayout:
         """The same layout on another device."""
         return replace(
             self,
-            cu_seqlens=_sent(self.cu_seqlens, device),
             buckets=tuple(
-                RowRectangle(_sent(b.gather, device), _sent(b.cells, device)) for b in self.buckets
+                RowRectangle(_sent(b.gather, device), b.start, _sent(b.cells, device))
+                for b in self.buckets
             ),
-            runs=tuple(replace(r, cu_seqlens=_sent(r.cu_seqlens, device)) for r in self.runs),
             order=_sent(self.order, device),
-            unfolded=None if self.unfolded is None else _sent(self.unfolded, device),
-            folded=None if self.folded is None else _sent(self.folded, device),
+            rows=self.rows.to(device),
+            runs=tuple(run.to(device) for run in self.runs),
+            keys=None if self.keys is None else _sent(self.keys, device),
         )
 
 
@@ -285,7 +326,7 @@ def pack(
     Rows that begin alike, as the siblings of a group do, have what they share laid once: a hidden state depends on
     the tokens before it, and the experts that they are sent to, alone, so it is one and the same, and its gradient
     the sum over the rows. `experts` are [T, L, K] of each row, of one type; where they differ, sharing ends.
-    `candidates` are int32[T, k] of each row, or none; `images` those of the rows, where the model reads pictures.
+    `candidates` are int32[T, k] of each row, or none; `images` those of the rows, for a vision-language model.
     Without rows the pack is one dummy token with no response, so that a rank without work joins the collectives.
     """
     if not rows:
@@ -333,6 +374,8 @@ def layout_of(lengths: Sequence[int]) -> PackLayout:
 
 Positions: TypeAlias = list[npt.NDArray[np.int64]]
 """Pack positions of each row's tokens."""
+Rows: TypeAlias = list[tuple[npt.NDArray[np.int64], int]]
+"""Positions of each row, and where in it its own tokens begin."""
 
 
 def _end_to_end(lengths: Sequence[int]) -> tuple[Positions, list[int]]:
@@ -383,48 +426,72 @@ def _common(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
 
 def _layout(places: Positions, begins: Sequence[int]) -> PackLayout:
     """Layout of rows at `places`, each with the tokens from `begins` on as its own."""
-    sizes = np.array([len(place) for place in places], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    members: dict[int, list[int]] = {}
-    for index, size in enumerate(sizes):
-        if begins[index] < size:  # else all of it is another row's
-            members.setdefault(bucket_length(int(size)), []).append(index)
+    both = zip(places, begins, strict=True)
+    rows = [(place, begin) for place, begin in both if begin < len(place)]  # else it is another's
+    rows.sort(key=lambda row: row[0][row[1]])
+    members: defaultdict[tuple[int, ...], Rows] = defaultdict(list)
+    for place, begin in rows:
+        members[_kind(len(place), begin)].append((place, begin))
     buckets, covered = [], []
-    unfolded = np.concatenate(places)
-    for indices in members.values():
-        n, first = sizes[indices][:, None], starts[indices][:, None]
-        column = np.arange(int(n.max()))[None]
-        gather = unfolded[first + np.minimum(column, n - 1)]
-        real = (column >= np.asarray(begins)[indices][:, None]) & (column < n)
-        buckets.append(
-            RowRectangle(torch.from_numpy(gather), torch.from_numpy(np.flatnonzero(real)))
-        )
-        covered.append(gather[real])
-    order = np.argsort(np.concatenate(covered))
-    folded = None
-    if any(begins) or (np.diff(unfolded) != 1).any():
-        folded = np.empty(len(order), dtype=np.int64)
-        folded[unfolded] = np.arange(len(unfolded))
+    for alike in members.values():
+        n = np.array([len(place) for place, _ in alike])[:, None]
+        own = np.array([begin for _, begin in alike])[:, None]
+        start = int(own.min()) if _attends_apart(len(alike[0][0]), alike[0][1]) else 0
+        column = np.arange(int(n.max()))
+        gather = np.stack([place[np.minimum(column, len(place) - 1)] for place, _ in alike])
+        real = ((column >= own) & (column < n))[:, start:]
+        cells = torch.from_numpy(np.flatnonzero(real))
+        buckets.append(RowRectangle(torch.from_numpy(gather), start, cells))
+        covered.append(gather[:, start:][real])
+    keys = None
+    if any(begin for _, begin in rows):
+        keys = torch.from_numpy(np.concatenate([place for place, _ in rows]))
     return PackLayout(
-        torch.from_numpy(starts.astype(np.int32)),
-        int(sizes.max()),
+        np.concatenate(places),
         tuple(buckets),
-        tuple(_runs(starts)),
-        torch.from_numpy(order),
-        unfolded=None if folded is None else torch.from_numpy(unfolded),
-        folded=None if folded is None else torch.from_numpy(folded),
+        torch.from_numpy(np.argsort(np.concatenate(covered))),
+        _run(rows),
+        tuple(_runs(rows)),
+        keys,
     )
 
 
-def _runs(starts: npt.NDArray[np.int64]) -> Iterator[RowRun]:
-    """Runs of rows that begin at `starts`; its last entry is the end of the last row."""
-    lengths = np.diff(starts)
-    for long, rows in itertools.groupby(range(len(lengths)), lambda row: lengths[row] >= LONG_ROW):
-        together = list(rows)
-        for part in [[row] for row in together] if long else [together]:
-            ends = starts[part[0] : part[-1] + 2] - starts[part[0]]
-            where = torch.from_numpy(ends.astype(np.int32))
-            yield RowRun(where, int(ends[-1]), int(lengths[part].max()))
+def _attends_apart(length: int, begin: int) -> bool:
+    """Whether attention takes a row's tokens from `begin` on by themselves, and does not compute all of it again."""
+    return attention_pairs(length, begin) < attention_pairs(length, 0)
+
+
+def _kind(length: int, begin: int) -> tuple[int, ...]:
+    """Equal for rows that share a rectangle."""
+    if not _attends_apart(length, begin):
+        return (bucket_length(length),)
+    queries = max(2 * BUCKET_MINIMUM, bucket_length(length - begin))
+    return queries, begin // max(BUCKET_MINIMUM, queries // 4)
+
+
+def _runs(rows: Rows) -> Iterator[RowRun]:
+    for alone, together in itertools.groupby(rows, _is_alone):
+        for part in [[row] for row in together] if alone else [list(together)]:
+            yield replace(_run(part), alone=alone)
+
+
+def _is_alone(row: tuple[npt.NDArray[np.int64], int]) -> bool:
+    place, begin = row
+    return len(place) >= LONG_ROW and not _attends_apart(len(place), begin)
+
+
+def _run(rows: Rows) -> RowRun:
+    lengths = [len(place) for place, _ in rows]
+    own = [len(place) - begin for place, begin in rows]
+    queries, keys = (np.cumsum([0, *each]).astype(np.int32) for each in (own, lengths))
+    return RowRun(
+        torch.from_numpy(queries),
+        torch.from_numpy(keys),
+        sum(own),
+        sum(lengths),
+        max(own),
+        max(lengths),
+    )
 
 
 def bucket_length(length: int) -> int:

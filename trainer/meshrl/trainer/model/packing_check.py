@@ -28,6 +28,7 @@ import torch
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Int32
+from meshrl.trainer.model.attention_kernels import without_kernels
 from meshrl.trainer.model.packing import Pack, pack
 
 HfModel: TypeAlias = Any
@@ -38,10 +39,10 @@ Packed: TypeAlias = Callable[[HfModel, Pack], torch.Tensor]
 """[N, …] of the response tokens of a pack."""
 Alone: TypeAlias = Callable[[HfModel, torch.Tensor], torch.Tensor]
 """[T - 1, …] of a row int64[1, T], in the same places."""
-TOLERANCE = 1e-4
-"""Float32's rounding is a hundredth of it; the smallest fault that was seen is ten times as much."""
+TOLERANCE = 3e-4
+"""Float32's rounding is a hundredth of it, in Gemma 3n half; the smallest fault that was seen is thrice as much."""
 _MOST_MILLIONS = 250
-_PREFIX, _LENGTHS = 5, (7, 21, 21)
+_PREFIX, _LENGTHS = 12, (7, 21, 21)
 LAYERS, HEADS, VOCABULARY, WINDOW = 6, 2, 128, 4
 _WIDE = re.compile(r"intermediate_size|ffn_dim|ffn_hidden_size|dim_ff|n_inner|d_ff|lora_rank")
 _WIDTH = 64
@@ -60,7 +61,7 @@ def fault(config: Any, build: Build, packed: Packed, alone: Alone) -> str:
 
     The caller's random state is left as it was.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), without_kernels():
         torch.manual_seed(0)
         try:
             small = smallest(config)
@@ -118,7 +119,7 @@ def _run(
 
 
 def _rows() -> list[Int32]:
-    """One row, and two that begin alike, longer than a small copy's windows."""
+    """One row, and two that share more than half, which attention takes apart, longer than a small copy's windows."""
     draw = np.random.default_rng(0)
     rows = [draw.integers(3, VOCABULARY - 8, n).astype(np.int32) for n in _LENGTHS]
     rows[2][:_PREFIX] = rows[1][:_PREFIX]
@@ -130,7 +131,7 @@ def _tensor(row: Int32) -> torch.Tensor:
 
 
 def _draw(hf: HfModel) -> None:
-    """Weights that let every part say something, biases and sinks included."""
+    """Draw weights that let every part matter, biases and sinks included."""
     for parameter in hf.parameters():
         if parameter.ndim > 1:
             parameter.normal_(0, parameter.shape[-1] ** -0.5)

@@ -68,7 +68,7 @@ def spread_experts(hf: Any, mesh: DeviceMesh, tensor: DeviceMesh | None, **how: 
         how: FSDP's options.
 
     Raises:
-        UserError: transformers is too old, or cannot spread the experts of this model over so many ranks.
+        UserError: transformers is too old, or cannot spread the experts of this model over these ranks.
     """
     ranks = mesh["ep"].size()
     need_transformers(EXPERT_KEY, ranks)
@@ -125,7 +125,7 @@ def share_matrices(hf: Any, mesh: DeviceMesh) -> None:
         mesh: The ranks that share them.
 
     Raises:
-        UserError: transformers is too old, or cannot share the layers of this model among so many ranks.
+        UserError: transformers is too old, or cannot share the layers of this model among these ranks.
     """
     need_transformers(TENSOR_KEY, mesh.size())
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism

@@ -173,7 +173,7 @@ class Policy(nn.Module):
                 yield name, weight
 
     def _changing_weights(self) -> Iterator[tuple[str, lora.Weight]]:
-        """Without a frozen tower's, which engines have from their checkpoint."""
+        """The weights that training changes: a frozen tower's are in each engine's checkpoint."""
         frozen = self.tower is not None and not any(
             parameter.requires_grad for parameter in self.tower.parameters()
         )
@@ -195,7 +195,7 @@ def response_hidden(hf: HfModel, pack: Pack) -> torch.Tensor:
 
 
 def decoder_hidden(decoder: HfModel, pack: Pack, read: dict[str, Any]) -> torch.Tensor:
-    """As `response_hidden`, by a decoder that is given `read`."""
+    """The result of `response_hidden`, by a decoder that is given `read`."""
     before = attention.calls()
     hidden: torch.Tensor = decoder(
         **read,
@@ -215,7 +215,7 @@ def decoder_hidden(decoder: HfModel, pack: Pack, read: dict[str, Any]) -> torch.
 def open_hf(
     path: Path, dtype: torch.dtype = torch.float32, *, trust_remote_code: bool = False
 ) -> HfModel:
-    """As `load_hf`, but on the meta device: `shard` gives each rank its shards of the weights, and no more.
+    """Open a model on the meta device: `shard` then gives each rank its shards of the weights only.
 
     Where the weights cannot be read by shards they are there already.
     """

@@ -102,7 +102,7 @@ class RoutingReplay:
 
 
 def _routers(layer: nn.Module) -> Iterator[Any]:
-    """Those of a layer: transformers' are modules of their own, with `top_k` and a matrix [experts, hidden]."""
+    """Routers of a layer: in transformers, modules with `top_k` and a matrix [experts, hidden]."""
     for module in layer.modules():
         weight = getattr(module, "weight", None)
         matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2

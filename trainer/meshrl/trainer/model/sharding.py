@@ -1,4 +1,4 @@
-"""Models shared out over the ranks by FSDP2, and their weights: each rank reads its own shards, into its device.
+"""Models sharded over the ranks by FSDP2, and their weights: each rank reads its own shards, into its device.
 
     a model on the meta device ──▶ spread, sharded ──▶ fill: safetensors' slices ──▶ shards
 
@@ -77,7 +77,7 @@ def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model
         attention.keep_out_of_graphs(hf)
     if tower is not None and (world.tensor is not None or world.experts is not None):
         raise UserError(
-            "trainer.parallel: a model that reads pictures is not shared out by tensor or expert; want 1"
+            "trainer.parallel: a vision-language model is not sharded by tensor or expert; want 1"
         )
     shares = world.sequence is not None or world.tensor is not None
     if shares and any(map(attention.is_stateful, hf.modules())):

@@ -93,14 +93,14 @@ class WeightSnapshot(GatheredSource):
         return manifest.bucket_hashes[index], [known for t, known in pairs if t.bucket == index]
 
     def came(self, index: int, hashes: Future[_Hashes]) -> None:
-        """A bucket has been hashed, or could not be."""
+        """Note that a bucket has been hashed, or could not be."""
         if error := hashes.exception():
             self._coming[index].set_exception(error)
         else:
             self._coming[index].set_result(hashes.result())
 
     def fail(self, error: BaseException) -> None:
-        """No more buckets come."""
+        """End the version: no more buckets come."""
         for coming in self._coming:
             if not coming.done():
                 coming.set_exception(error)
@@ -322,7 +322,7 @@ def gather_into(
 
 
 def _shares(value: torch.Tensor, wanted: bool) -> _Shares:
-    """The gathers in the reverse order of how the tensor was shared out."""
+    """The gathers in the reverse order of how the tensor was sharded."""
     if not isinstance(value, DTensor):
         return _Shares([value.contiguous().view(-1)], [], wanted)
     order = _sharers(value)
@@ -338,7 +338,7 @@ def _shares(value: torch.Tensor, wanted: bool) -> _Shares:
 
 
 def _sharers(value: DTensor) -> list[tuple[int, int]] | None:
-    """Over which dimension of the mesh which one of the tensor is shared out, the first one first; None: otherwise.
+    """Pairs of a mesh dimension and the tensor dimension sharded over it, in order; None: another sharding.
 
     DTensor shares out by the first dimension of the mesh first, but before a strided one by those behind it, as FSDP
     comes last. Where no two share one dimension any order will do: FSDP, in front, comes last then, too.
@@ -358,7 +358,7 @@ def _sharers(value: DTensor) -> list[tuple[int, int]] | None:
 
 
 def _gather(tensors: Sequence[_Shares]) -> None:
-    """Until nothing of them is elsewhere."""
+    """Wait until no copy of them is elsewhere."""
     while any(each.steps for each in tensors):
         first = [each.steps[0].group for each in tensors if each.steps]
         later = {step.group for each in tensors for step in each.steps[1:]}

@@ -1,7 +1,7 @@
 """Models that packed training refuses, told from config.json alone: nothing here loads torch or reads weights.
 
 The trainer itself tries each model (`model/packing_check.py`), so this list is not what makes a run right: it lets a
-recipe be refused before anything starts. `tests/unit/testing/test_trainable.py` holds the two against each other.
+recipe be refused before anything starts. `tests/unit/testing/test_doubles.py` holds the two against each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STATEFUL = frozenset(_STATEFUL.split())
 """Types of trained models with layers that keep a state from one token to the next, which begins with each row."""
 NO_SHARES = "layers that keep a state from one token to the next are not shared by sequence or tensor ranks; want 1"
 _SPREAD = frozenset(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"))
-"""Those of STATEFUL whose experts were seen to learn on several ranks what they learn on one."""
+"""Members of STATEFUL whose experts learned on several ranks what they learn on one."""
 _STATE = "rows of a pack would see each other"
 REASONS: Mapping[str, str] = {
     f"its attention does not go through transformers' attention interface: {_STATE}": (
@@ -62,7 +62,7 @@ PICTURES = (
     "qwen3_vl_moe",
     "smolvlm",
 )
-"""Types of models that read pictures and are trained; of others nobody has seen that pictures come out right."""
+"""Types of vision-language models that are trained; others are untested."""
 
 FAMILIES: Mapping[str, str] = {
     "bloom": "bloom",
@@ -95,7 +95,7 @@ PICTURE_FAMILIES: Mapping[str, str] = {
     "qwen2.5-omni": "qwen2_5_omni",
     "qwen3-omni": "qwen3_omni_moe",
 }
-"""Those that read pictures."""
+"""Vision-language models."""
 
 
 def refusal_of_name(name: str) -> str:

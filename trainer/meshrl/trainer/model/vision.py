@@ -1,4 +1,4 @@
-"""Pictures in packs: where they stand, the positions of tokens around them, and their features among the embeddings.
+"""Images in packs: their places, the positions of tokens around them, and their features among the embeddings.
 
     row, media ──VisionReader──▶ RowImages ──pack──▶ PackedImages ──tower──▶ features ──▶ embeddings at their places
 
@@ -20,7 +20,7 @@ from torch import nn
 
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.types import Int32, Media, Trajectory, Uint8
-from meshrl.images import ImageFeatures, ImageProcessor
+from meshrl.images import ImageFeatures, shared_processor
 
 HfModel: TypeAlias = Any
 """A transformers `PreTrainedModel`: the library has no types."""
@@ -46,11 +46,18 @@ class RowImages:
 
         Rows with other pictures have the same tokens at their places, and nothing in common from there on.
         """
-        found = tokens.copy()
-        for start, image in zip(self.starts, self.features, strict=True):
-            number = numbers.setdefault(image.name, len(numbers))
-            found[start : start + image.num_tokens] = -1 - number
-        return found
+        both = zip(self.starts, self.features, strict=True)
+        places = [(start, image.num_tokens) for start, image in both]
+        return _keys(tokens, places, [image.name for image in self.features], numbers)
+
+
+def _keys(
+    tokens: Int32, places: Sequence[tuple[int, int]], names: Sequence[str], numbers: dict[str, int]
+) -> Int32:
+    found = tokens.copy()
+    for (start, count), name in zip(places, names, strict=True):
+        found[start : start + count] = -1 - numbers.setdefault(name, len(numbers))
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -107,15 +114,15 @@ Positions: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class VisionReader:
-    """Finds the pictures of rows, for a model that reads pictures."""
+    """Finds the pictures of rows, for a vision-language model."""
 
     def __init__(self, checkpoint: Path, hf: HfModel) -> None:
         """Raises UserError where the checkpoint's pictures are not understood."""
-        self._processor = ImageProcessor(checkpoint)
+        self._processor = shared_processor(checkpoint)
         self._rope_index: Positions | None = getattr(hf.model, "get_rope_index", None)
 
     def check(self, row: Trajectory) -> None:
-        """Without making pixels. Raises CorruptError for a row whose pictures are not those of its tokens."""
+        """Check that a row's images match its tokens, without decoding them. Raises CorruptError."""
         seen = np.where(row.loss_mask, -1, row.tokens)
         try:
             places = self._processor.places(seen, row.media, f"row {row.uid}")
@@ -152,6 +159,18 @@ class VisionReader:
             starts=tuple(start for start, _ in places),
             features=features,
         )
+
+    def keys(
+        self,
+        tokens: Int32,
+        sampled: Uint8,
+        media: tuple[Media, ...],
+        where: str,
+        numbers: dict[str, int],
+    ) -> Int32:
+        """As those of RowImages, without making pixels. Raises UserError as `images` does."""
+        places = self._processor.places(np.where(sampled, -1, tokens), media, where)
+        return _keys(tokens, places, [each.sha256 for each in media], numbers)
 
     def _positions(
         self,

@@ -44,7 +44,7 @@ class OfflineConfig(Config):
     default_local_dir: Path | None = None
     """Checkpoints; None is `<output_dir>-checkpoints`."""
     resume_mode: Literal["auto", "disable"] = "auto"
-    """auto goes on from the newest checkpoint."""
+    """auto resumes from the newest checkpoint."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Seed = 0
 
@@ -68,7 +68,7 @@ class SftConfig(OfflineConfig):
     messages_key: str = "messages"
     """A whole conversation, in rows without a response: what the assistant says in it is learned."""
     image_key: str = "images"
-    """The column of a row's pictures, for a model that reads some: files, or the bytes of them."""
+    """The column of a row's images, for a vision-language model: files, or their bytes."""
     tools_key: str = "tools"
     """The schemas of the tools of such a conversation, or JSON of them."""
     apply_chat_template_kwargs: TemplateVariables = Field(default_factory=dict)

@@ -149,7 +149,7 @@ def _example(
         if key not in row:
             raise UserError(f"{where}: no {key!r} ({row_lacks(key, option, row)})")
     sees, key = images is not None, config.image_key
-    refuse_unusable(row, where, [name for name in UNUSABLE if not (sees and name == key)])
+    refuse_unusable(row, where, [name for name in (*UNUSABLE, key) if name != key or not sees])
     prompt = read_prompt(row[config.prompt_key], where, config.prompt_key, pictures=sees)
     texts = prompt if isinstance(prompt, str) else [message.content for message in prompt]
     media = pictures_of(row, texts, where, key) if sees else ()
@@ -204,7 +204,7 @@ FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_co
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CURE = "give the row as a prompt and its response, or mark what is generated in the template ({% generation %})"
 OTHERWISE = (
-    "the chat template writes message {} otherwise where the conversation goes on or ends, so its tokens cannot be"
+    "the chat template writes message {} otherwise where the conversation continues or ends, so its tokens cannot be"
     " told: end the row with it, or mark what is generated in the template ({{% generation %}})"
 )
 
@@ -337,7 +337,7 @@ def _call(call: object, where: str, at: str) -> Turn:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
@@ -352,7 +352,7 @@ def _tools(value: object, where: str, key: str) -> list[Any]:
     if isinstance(value, str) and value:
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{where}: {key!r} is not JSON: {error}") from error
     if is_empty(value):
         return []
@@ -443,7 +443,7 @@ def _begin(
             raise UserError(OTHERWISE.format(number))
         raise UserError(
             f"the chat template asks for message {number} with {before[len(known) :]!r:.60} and writes it without,"
-            f" so its tokens cannot be told: {CURE}"
+            f" so its tokens cannot be identified: {CURE}"
         )
     # Nothing comes before it that could be asked with: a template may refuse a conversation without messages.
     opened, mark, _ = rendered(
@@ -451,7 +451,7 @@ def _begin(
     ).partition(MARKED)
     if not mark or not after.startswith(opened):
         raise UserError(
-            "it cannot be told where the chat template begins the assistant's text in message 0: put the user's"
+            "it is unclear where the chat template begins the assistant's text in message 0: put the user's"
             " message before it"
         )
     return len(opened)

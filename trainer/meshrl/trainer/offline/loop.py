@@ -4,7 +4,7 @@
                              ▲                                 └─ every save_freq: a durable checkpoint
                              └──────────────────────────────────  the export appears by a rename
 
-The order of rows is a function of the seed, the learning rate one of the step: a run that was killed and goes on from
+The order of rows is a function of the seed, the learning rate one of the step: a killed run that continues from
 a checkpoint computes what it would have computed.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from meshrl.trainer.offline.config import OfflineConfig
 from meshrl.trainer.ranks.world import World
 
 log = logging.getLogger(__name__)
+EXACT_MATCH = "val/exact_match"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,16 @@ class OfflineProgress:
     """Metrics of this step; those of held-out rows begin with `val/`."""
     tokens_per_s: float
     seconds: float
+
+    @property
+    def loss(self) -> float:
+        """The loss of this step; nan before the first one."""
+        return self.numbers.get("loss", math.nan)
+
+    @property
+    def exact_match(self) -> float | None:
+        """Share of held-out rows whose whole response greedy decoding would give; None: not measured."""
+        return self.numbers.get(EXACT_MATCH)
 
 
 Report = Callable[[OfflineProgress], None]

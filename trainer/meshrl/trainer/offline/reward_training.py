@@ -153,9 +153,9 @@ def bradley_terry(
 def scoring_pack(rows: Sequence[Int32], pad: int) -> Pack:
     """Whole conversations, laid end to end; the one position of each is its last token that is not `pad`."""
     packed = pack(rows, [len(row) for row in rows], share_prefixes=False)
-    starts = packed.layout.cu_seqlens[:-1].long()
+    starts = np.cumsum([0, *map(len, rows[:-1])])
     within = [int(np.flatnonzero(row != pad).max(initial=0)) for row in rows] or [0]
-    places = starts + torch.tensor(within)
+    places = torch.from_numpy(starts + within)
     return replace(packed, positions=places, targets=packed.input_ids[0, places])
 
 

@@ -5,10 +5,7 @@ read ──▶ tokens ──shuffled──▶ batch ──plan──▶ packs �
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,41 +19,12 @@ from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.offline.config import SftConfig
 from meshrl.trainer.offline.examples import Example, packs, read_examples
-from meshrl.trainer.offline.loop import Lesson, OfflineProgress, fit
+from meshrl.trainer.offline.loop import EXACT_MATCH, Lesson, OfflineProgress, Report, fit
 from meshrl.trainer.offline.turn_ends import turn_end_id
 from meshrl.trainer.ranks.world import World
 
-log = logging.getLogger(__name__)
-EXACT_MATCH = "val/exact_match"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftProgress:
-    """Progress of the fine-tuning."""
-
-    step: int
-    steps: int
-    loss: float
-    """Mean negative log-probability of a response token."""
-    tokens_per_s: float
-    exact_match: float | None
-    """Share of held-out rows whose whole response greedy decoding would give; None when not measured."""
-    seconds: float
-
-    @classmethod
-    def of(cls, progress: OfflineProgress) -> SftProgress:
-        """From the progress of the offline loop."""
-        return cls(
-            step=progress.step,
-            steps=progress.steps,
-            loss=progress.numbers.get("loss", math.nan),
-            tokens_per_s=progress.tokens_per_s,
-            exact_match=progress.numbers.get(EXACT_MATCH),
-            seconds=progress.seconds,
-        )
-
-
-def run(config: SftConfig, report: Callable[[SftProgress], None] | None = None) -> SftProgress:
+def run(config: SftConfig, report: Report | None = None) -> OfflineProgress:
     """Fine-tune and write a Hugging Face checkpoint to `config.output_dir`.
 
     Args:
@@ -72,9 +40,8 @@ def run(config: SftConfig, report: Callable[[SftProgress], None] | None = None) 
     sharers = config.model.ulysses_sequence_parallel_size
     world = World.start(config.device, ParallelConfig(sequence=sharers))
     try:
-        tokenizer_path = config.model.tokenizer_path or config.model.path
-        train = read_examples(config, config.train_files, tokenizer_path)
-        held_out = read_examples(config, config.val_files, tokenizer_path)
+        train = read_examples(config, config.train_files, config.tokenizer_dir)
+        held_out = read_examples(config, config.val_files, config.tokenizer_dir)
         torch.manual_seed(config.seed)
         policy = build_policy(
             open_hf(config.model.path, trust_remote_code=config.model.trust_remote_code),
@@ -84,20 +51,20 @@ def run(config: SftConfig, report: Callable[[SftProgress], None] | None = None) 
         optimizers = Optimizers(policy, config.optim)
         reader = VisionReader(config.model.path, policy.hf) if policy.tower is not None else None
         held_out = held_out[: config.val_max_samples]
-        log_progress, target = report or _log, config.target_exact_match
+        target = config.target_exact_match
         done = fit(
             SftLesson(policy, optimizers, config, world, train, held_out, reader),
             policy, optimizers, config, world,
             kind="sft", count=len(train), rows=[e.fingerprint for e in train],
-            report=lambda progress: log_progress(SftProgress.of(progress)),
+            report=report,
             enough=lambda numbers: target is not None and numbers[EXACT_MATCH] >= target,
         )  # fmt: skip
-        tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_path)
+        tokenizer: Any = AutoTokenizer.from_pretrained(config.tokenizer_dir)
         end = (
             turn_end_id(tokenizer, config.apply_chat_template_kwargs) if config.append_eos else None
         )
-        export_policy(policy, world, config.output_dir, tokenizer=tokenizer_path, end=end)
-        return SftProgress.of(done)
+        export_policy(policy, world, config.output_dir, tokenizer=config.tokenizer_dir, end=end)
+        return done
     finally:
         world.close()
 
@@ -164,15 +131,3 @@ def exact_match(
         right += sum(bool(part.all()) for part in torch.split(matches, sizes) if chosen)
     gathered = world.gather_shares(np.array([right], dtype=np.int64))
     return float(sum(int(part[0]) for part in gathered)) / len(examples)
-
-
-def _log(progress: SftProgress) -> None:
-    match = "" if progress.exact_match is None else f"  exact match {progress.exact_match:.3f}"
-    log.info(
-        "sft %d/%d  loss %.4f  %.0f tok/s%s",
-        progress.step,
-        progress.steps,
-        progress.loss,
-        progress.tokens_per_s,
-        match,
-    )

@@ -120,7 +120,7 @@ class Peers:
                     self._end(f"machine {machine} has said nothing for {self._silent_s:.0f} s")
 
     def _end(self, why: str) -> None:
-        """At once: the thread that computes may wait for the lost one within a library."""
+        """End the process at once: the computing thread may wait for the lost rank within a library."""
         if not self._over.is_set():
             say_error(f"rank {self._seat.rank}: {why}")
             os._exit(1)

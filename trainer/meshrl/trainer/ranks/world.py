@@ -62,7 +62,7 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh
-    """FSDP's: of the ranks among which weights are shared out; [copies, ranks of a copy] where there are copies."""
+    """FSDP's: of the ranks among which weights are sharded; [copies, ranks of a copy] where there are copies."""
     owns_group: bool
     """True when `close` has a process group to end."""
     group: dist.ProcessGroup | None = None
@@ -158,7 +158,7 @@ class World:
 
     @property
     def gradient_ranks(self) -> int:
-        """Over how many ranks FSDP takes the mean of gradients: all, of those that share matrices one."""
+        """Ranks over which FSDP averages gradients: all, but one of those that share matrices."""
         return self.mesh.size()
 
     @property
@@ -259,7 +259,7 @@ def allocator_settings(environment: Mapping[str, str]) -> str:
 
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-"""It warns of each gather over two dimensions of a mesh, of which a published model has hundreds."""
+"""Silenced: it warns of each gather over two dimensions of a mesh, hundreds for each published model."""
 
 
 def _meshes(
@@ -358,7 +358,7 @@ def _store(address: str, port: int, seat: Seat, size: int, timeout: timedelta) -
 
 
 def _open_store(address: str, port: int, rank: int, size: int | None, timeout: timedelta) -> Any:
-    """Torch's store; with `size`, once so many ranks have connected."""
+    """Torch's store; with `size`, once `size` ranks have connected."""
     descriptor = None
     if rank == 0:
         try:

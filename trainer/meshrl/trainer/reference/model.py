@@ -34,6 +34,7 @@ from meshrl.contract.types import (
     Media,
 )
 from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.model.attention import rows_per_laid
 from meshrl.trainer.model.packing import cut_alike, pack
 from meshrl.trainer.model.packing_check import HfModel
 from meshrl.trainer.model.policy import Policy, open_hf
@@ -148,7 +149,7 @@ class ReferenceModel:
         if world is not None and world.size > 1:
             if tower_of(hf) is not None:
                 raise UserError(
-                    f"reference.nproc: {path} reads pictures, which its ranks are not sent; want 1"
+                    f"reference.nproc: {path} is a vision-language model, and its ranks get no images; want 1"
                 )
             self._device, self._ranks = world.device, ReferenceRanks(world)
             how = {"param_dtype": param_dtype, "enable_gradient_checkpointing": False}
@@ -180,7 +181,7 @@ class ReferenceModel:
         temperature: float = 1.0,
         top: int = 0,
     ) -> Sequence[Columns]:
-        """For each int32[T] the column `ref_logprobs`, and with `top` those of REFERENCE_TOP, of so many tokens.
+        """For each int32[T] the column `ref_logprobs`, and those of REFERENCE_TOP, of the `top` likeliest tokens.
 
         `seen` has the pictures of each row, where any may have some.
 
@@ -246,12 +247,17 @@ class ReferenceModel:
         temperature: float,
         top: int,
     ) -> list[Columns]:
-        micros = [*cut_alike(rows, 0 if self._deterministic else self._max_tokens)]
+        most = 0 if self._deterministic else self._max_tokens
+        keys, numbers = list(rows), dict[str, int]()
+        if reader := self._reader:  # beside other pictures, equal tokens are not alike
+            for index, (row, one) in enumerate(zip(rows, seen, strict=False)):
+                keys[index] = reader.keys(row, one.sampled, one.media, f"row {index}", numbers)
+        micros = [*cut_alike(keys, most, rows_per_laid(self._policy.hf))]
         every: list[tuple[torch.Tensor, ...]] = []
         for micro in micros if self._ranks is None else self._ranks.own(micros):
             chosen = [rows[index] for index in micro]
             images: list[RowImages] = []
-            if reader := self._reader:
+            if reader is not None:
                 for index in micro:
                     one = seen[index] if seen else Seen(np.zeros_like(rows[index]))
                     where = f"row {index}"

@@ -13,15 +13,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+import numpy as np
+
 from meshrl.contract.errors import (
     CorruptError,
     NotFoundError,
     UserError,
 )
 from meshrl.contract.ports import Queue
-from meshrl.contract.rows import media_of_row, row_media
+from meshrl.contract.rows import column_parts, media_of_row, row_media
 from meshrl.contract.stage_worker import Failure, Intake, StageResult, StageStats, StageWorker
 from meshrl.contract.types import (
+    PARTS,
     REFERENCE_STAGE,
     ROW_MEDIA,
     Columns,
@@ -33,6 +36,8 @@ from meshrl.contract.types import (
 )
 from meshrl.trainer.reference.model import Seen
 
+ROWS = 1024
+"""Rows held at once: most of them wait for the rest of their group."""
 MAX_WAIT_S = 1.0
 """Longest wait for rows of the group: another worker may have them, they may be sampled again, or never come."""
 MOST_WAITING = 512
@@ -40,13 +45,13 @@ MOST_WAITING = 512
 MOST_AT_ONCE = 256
 """Rows in one piece of work."""
 GROUPS_KNOWN = 4096
-"""Groups whose row counts are remembered; the last row of an older group waits in vain."""
+"""Groups whose row counts are remembered; the last row of an older group waits without end."""
 
 Work: TypeAlias = Callable[[Sequence[LeasedRow]], Awaitable[Sequence[StageResult]]]
 
 
 class ReferenceScorer(Protocol):
-    """From the tokens of rows, and the pictures of each, to their columns."""
+    """Maps the tokens and images of rows to their columns."""
 
     async def __call__(
         self, rows: Sequence[Int32], seen: Sequence[Seen], *, temperature: float
@@ -65,7 +70,6 @@ class ReferenceStage:
         judged: ReferenceScorer,
         *,
         worker: str,
-        limit: int = 1024,
         together: bool = True,
         pictures: bool = False,
     ) -> None:
@@ -77,7 +81,6 @@ class ReferenceStage:
             judged: The model that computes the columns.
             pictures: It reads those of rows.
             worker: This stage's name in leases.
-            limit: Rows held at once: most of them wait for the rest of their group.
             together: Rows wait for the rest of their group, whose prompt is shared (`SharedPrefixGroups`).
         """
         self._queue = queue if pictures else None
@@ -88,7 +91,7 @@ class ReferenceStage:
             REFERENCE_STAGE,
             SharedPrefixGroups(self._handle).results if together else self._handle,
             worker=worker,
-            intake=Intake(limit=limit, per_call="group" if together else 32),
+            intake=Intake(limit=ROWS, per_call="group" if together else 32),
         )
 
     @property
@@ -115,10 +118,12 @@ class ReferenceStage:
         return results
 
     async def _answer(self, rows: Sequence[LeasedRow], temperature: float) -> list[StageResult]:
-        tokens = [row.columns["tokens"] for row in rows]
         try:
+            sequences = [_sequences(row) for row in rows]
             seen = await self._seen(rows)
-            results = await self._judged(tokens, seen, temperature=temperature)
+            flat = [tokens for of_row in sequences for tokens in of_row]
+            found = iter(await self._judged(flat, seen, temperature=temperature))
+            results = [_joined(list(itertools.islice(found, len(of_row)))) for of_row in sequences]
         except (UserError, CorruptError, NotFoundError) as error:  # not found: gone meanwhile
             if len(rows) > 1:  # one row's defect must not fail the others
                 return [r for row in rows for r in await self._answer([row], temperature)]
@@ -141,6 +146,23 @@ class ReferenceStage:
             Seen(columns["loss_mask"], media_of_row(row.uid, row_media(columns), row.task.media))
             for row, columns in zip(rows, found, strict=True)
         ]
+
+
+def _sequences(row: LeasedRow) -> list[Int32]:
+    """The tokens of a row; of one with several branches, those of each, which see nothing of each other.
+
+    Raises CorruptError.
+    """
+    tokens = row.columns["tokens"]
+    if PARTS not in row.columns:
+        return [tokens]
+    parts = column_parts(row.uid, row.columns[PARTS], len(tokens))
+    return np.split(tokens, [part.start for part in parts[1:]])
+
+
+def _joined(branches: Sequence[Columns]) -> Columns:
+    """The columns of a row, of its branches' end to end."""
+    return {name: np.concatenate([each[name] for each in branches]) for name in branches[0]}
 
 
 @dataclass(slots=True, eq=False)
@@ -170,7 +192,7 @@ class SharedPrefixGroups:
         self._most_waiting = most_waiting
         self._work = work
         self._parts: list[_WaitingRows] = []
-        """Not worked on yet, in order of arrival."""
+        """Rows to work on, in order of arrival."""
         self._received: dict[tuple[str, str], int] = {}
         """Number of rows received of each incomplete group, by run and task."""
         self._one_at_a_time = asyncio.Lock()

@@ -43,7 +43,7 @@ PER_TOKEN = ("prompt_ids", "response_ids", "token_texts", "loss_mask", "trained_
 _NAME = re.compile(r"(step|eval)-(\d+)\.parquet")
 PICTURES = "pictures"
 SHARE = 4
-"""They may hold one part in so many of what all logged rows may."""
+"""Pictures may take a SHARE-th of the space of all logged rows."""
 SHOWN = 16
 """Most thumbnails of one row."""
 SIDE = 192

@@ -246,7 +246,7 @@ class TrajectoryLog:
             self._miss(f"the disk is behind, and the rows of {what} are left out")
 
     def _write_all(self) -> None:
-        """The writer thread."""
+        """Write all rows; the writer thread."""
         while (made := self._jobs.get()) is not None:
             try:
                 self._write(made())
@@ -300,7 +300,7 @@ class TrajectoryLog:
         self._missed += 1
         if self._missed == 1:
             log.warning(
-                "%s: no rows are logged for now, training goes on: %s", self._folder, reason
+                "%s: no rows are logged for now, training continues: %s", self._folder, reason
             )
 
 

@@ -22,7 +22,7 @@ from meshrl.trainer.trajectories.files import FLOATS, Split
 
 
 class TokenDecoder(Protocol):
-    """From token ids to text: `tokenizers.Tokenizer` is one."""
+    """Decodes token ids; `tokenizers.Tokenizer` is one."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of some tokens."""
@@ -274,9 +274,12 @@ class TableBuilder:
         """The text of each token by itself; each distinct one is decoded once in a run."""
         import pyarrow as arrow
 
-        distinct, places = np.unique(ids, return_inverse=True)
+        places = np.zeros(ids.max(initial=0) + 1, dtype=np.int32)
+        places[ids] = 1
+        distinct = np.flatnonzero(places)
+        places[distinct] = np.arange(len(distinct))
         texts = arrow.array(map(self._text, distinct.tolist()), arrow.string())
-        return texts.take(arrow.array(places))
+        return texts.take(arrow.array(places[ids]))
 
     @staticmethod
     def _means(

@@ -115,7 +115,7 @@ def condition(text: str) -> Callable[[Row], bool]:
 
 
 class _Translator:
-    """From nodes of Python's grammar to values."""
+    """Evaluates nodes of Python's grammar."""
 
     def __init__(self, text: str) -> None:
         self._text = text

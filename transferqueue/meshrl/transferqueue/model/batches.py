@@ -95,7 +95,7 @@ class TrainerVerbs(WorkerVerbs):
     # --- trainers and versions
 
     def acquire(self, owner: str) -> None:
-        """`owner` has the run now; who has lost it had the batches that it was told of and has not settled.
+        """Give the run to `owner`; the trainer before it held the received batches that are not settled.
 
         Their groups are complete again, and are known as what it may have died of. What trainers die with that say
         nothing (native code that crashes, memory that is not enough) looks like a kill that has nothing to do with
@@ -197,7 +197,7 @@ class TrainerVerbs(WorkerVerbs):
         return self._take_groups(groups, step, epoch, batch_id)
 
     def wait_for_batch(self, batch_id: str) -> None:
-        """A trainer asks for a batch; where it has asked before, rows that die from now on count against the wait."""
+        """Note that a trainer waits for a batch; from its second call on, rows that die count against the wait."""
         if self._waited_for != batch_id:
             self._waited_for, self._dead_before = batch_id, None
         elif self._dead_before is None:
@@ -275,10 +275,10 @@ class TrainerVerbs(WorkerVerbs):
         return step - oldest > self.spec.max_staleness
 
     def retire(self, group: Group) -> None:
-        """The group is too old: every row leaves as stale; `reissue` samples the task again in its old place.
+        """Retire a group that is too old: its rows leave as stale; `reissue` samples the task again in its old place.
 
         At most `max_attempts` times: a prompt whose responses take longer than `max_staleness` steps would be sampled
-        for as long as training goes on.
+        for as long as training continues.
         """
         reason = DROPPED
         if (
@@ -355,7 +355,7 @@ class TrainerVerbs(WorkerVerbs):
     # --- what is taken
 
     def shrink(self, batch: TakenBatch) -> None:
-        """Groups have left the batch before anybody has seen it: it is answered without them.
+        """Answer the batch without the groups that have left it.
 
         A batch without groups is closed, so that it can be taken again.
         """
@@ -365,12 +365,12 @@ class TrainerVerbs(WorkerVerbs):
             self.give_back([batch])
 
     def _rewrite_manifest(self, batch: TakenBatch) -> None:
-        """The batch is answered with the groups that it has now."""
+        """Store the batch's manifest, with the groups that it has now."""
         records = [_manifest(group)[1] for group in self.groups_of(batch)]
         self._commit_log.put(Table.PAYLOAD, batch.manifest_key, encode_record(records))
 
     def show(self, batch: TakenBatch) -> None:
-        """A trainer is told of the batch."""
+        """Note that a trainer received the batch."""
         batch.answered = True
 
     def filter(self, uids: Sequence[Uid], reason: str) -> None:
@@ -407,7 +407,7 @@ class TrainerVerbs(WorkerVerbs):
         return list(rows.values())
 
     def fail_batch(self, uids: Sequence[Uid], reason: str) -> None:
-        """The step of one taken group alone failed; at the second trainer that says so it leaves as dead letters.
+        """Report that the step of one taken group alone failed; at the second trainer it leaves as dead letters.
 
         Saying it twice in one epoch is saying it once. Raises NotFoundError, ConflictError; see `taken`.
         """
@@ -430,7 +430,7 @@ class TrainerVerbs(WorkerVerbs):
             self._bury_all(group, damage.rows & group.present, damage.stage, damage.reason)
 
     def _bury_all(self, group: Group, mask: int, stage: Stage, reason: str) -> None:
-        """Rows of a group that cannot be taken now leave as dead letters; the others do what the policy says."""
+        """Dead-letter rows of a group that cannot be taken now; the others do what the policy says."""
         for index in bits(mask):
             # A dead letter may take its siblings with it.
             if self.groups.get(group.number) is group:
@@ -455,7 +455,7 @@ class TrainerVerbs(WorkerVerbs):
     # --- settle, commit, rewind
 
     def settle(self, *, step: int, batch_id: str) -> None:
-        """The batch went into optimizer step `step`; settling twice is settling once.
+        """Settle the batch in optimizer step `step`; settling twice is settling once.
 
         Raises:
             NotFoundError: no such batch. ConflictError: it was taken for another step.
@@ -481,7 +481,7 @@ class TrainerVerbs(WorkerVerbs):
         self.save()
 
     def commit(self, step: int) -> None:
-        """Rows settled before `step` are trained for good and leave; committing twice is committing once."""
+        """Let rows settled before `step` leave as trained; committing twice is committing once."""
         if step < self.record.committed_step:
             return
         for batch in [b for b in self._batches.values() if b.settled and b.step < step]:
@@ -522,7 +522,7 @@ class TrainerVerbs(WorkerVerbs):
         return rows
 
     def give_back(self, batches: Sequence[TakenBatch]) -> None:
-        """The groups of `batches` are complete groups again, in the order in which they were taken."""
+        """Return the groups of `batches` as complete groups, in the order in which they were taken."""
         for batch in batches:
             batch.settled = False
             groups = self.groups_of(batch)
@@ -550,7 +550,7 @@ class TrainerVerbs(WorkerVerbs):
         self.save(groups)
 
     def recount(self) -> None:
-        """The published version or a batch changed: find the batches that hold no credit any more. O(batches)."""
+        """Find the batches that hold no credit any more, after a publish or a change of batches. O(batches)."""
         for batch in self._batches.values():
             consumed = batch.settled and (
                 not self.spec.gated or batch.step < self.record.published.step

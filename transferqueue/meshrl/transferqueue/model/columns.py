@@ -247,7 +247,7 @@ class Unread(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """About so much is in memory once it is read."""
+        """About the bytes in memory once it is read."""
         return self.task_bytes + sum([frame.nbytes for frame in (*self.frames, *self.progress)])
 
 

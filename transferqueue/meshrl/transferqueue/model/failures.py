@@ -1,6 +1,6 @@
 """The memory of a run of rows that its stages could not finish. In RAM: a queue that starts anew counts anew.
 
-A fault is lasting if another try would meet it again, as far as the worker can tell: a function raises, or returns no
+A fault is lasting if another try would fail again, as far as the worker can tell: a function raises, or returns no
 score. Where rows die of such faults and nothing else comes, a wait for a batch ends, after a number of rows and not
 after a time, so in moments.
 """
@@ -65,7 +65,7 @@ class LastingFaults:
         return LastingFault(reason, before.finished, again=before.reason == reason)
 
     def died(self, stage: str, fault: LastingFault) -> None:
-        """A row died of it; it is one in a row if its stage has finished none since it failed first.
+        """Count a row that died of a fault; it is one in a row if its stage has finished none since it failed first.
 
         Rows that fail meet each other when they are tried again, so those finished before say nothing.
         """

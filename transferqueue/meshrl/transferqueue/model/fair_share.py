@@ -49,7 +49,7 @@ class Holder:
     waiting: int = 0
     """Leases that it waits for."""
     wrote: Signal = field(default_factory=Signal)
-    """It holds fewer rows than before, so its share may allow it others."""
+    """Signalled when it holds fewer rows than before: its share may allow others."""
     part: _Sharer | None = None
     """None while it does not count."""
     look_at: float = math.inf
@@ -58,12 +58,12 @@ class Holder:
     """The set of changed holders, shared by all; a holder adds itself to it."""
 
     def hold(self, change: int) -> None:
-        """It holds so many rows more."""
+        """Add `change` to the rows that it holds."""
         self.rows += change
         self.changed[self] = None
 
     def finished(self, tokens: Sequence[int], seconds: float) -> None:
-        """It wrote rows of so many `tokens` each, `seconds` after they were granted."""
+        """Measure its speed by rows of `tokens` each, written `seconds` after they were granted."""
         took = max(seconds, 1e-3)
         for of_row in tokens:
             self.speed += (of_row / took - self.speed) * (WEIGHT if self.speed else 1.0)
@@ -180,7 +180,7 @@ class Division:
         return part
 
     def drop(self, part: _Sharer) -> None:
-        """A worker goes."""
+        """Drop a worker that leaves."""
         self.count -= 1
         self.slots -= part.slots
         self.rows -= part.rows
@@ -237,7 +237,7 @@ def _top(heap: list[tuple[float, int, _Sharer]]) -> _Sharer | None:
 
 
 def _swept(heap: list[tuple[float, int, _Sharer]]) -> list[tuple[float, int, _Sharer]]:
-    """Without the parts that are gone."""
+    """The heap without holders that have left."""
     kept = [entry for entry in heap if not entry[2].gone]
     heapq.heapify(kept)
     return kept

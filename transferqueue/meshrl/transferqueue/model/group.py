@@ -81,7 +81,7 @@ class Grant:
     holder: Holder | None = None
     """The worker's entry in FairShare; None for stages that do not sample."""
     renewed: bool = False
-    """It was renewed at least once, which shows that the rows reached the worker."""
+    """Whether it was renewed at least once: the rows reached the worker."""
 
     def part(self, mask: int) -> Grant:
         """A copy for the rows in `mask`."""
@@ -154,14 +154,14 @@ class Group:
     counts: Counts = NONE
     """How the ledger counts the rows of this group now."""
     complete: bool = False
-    """It is among the run's complete groups and can be taken."""
+    """Whether the group is complete and can be taken."""
     batch: TakenBatch | None = None
     deaths: int = 0
     """Trainers that died with these rows in hand since a step was last made of them."""
     failed_in: int = 0
     """Epoch of the last trainer that said that a step of this group alone failed, since then; 0: none did."""
     died_alone: int = 0
-    """Trainers that died without a word with this group alone in hand, since then; see `TrainerVerbs.acquire`."""
+    """Trainers that died without a report with this group alone, since then; see `TrainerVerbs.acquire`."""
     settled_before: int = -1
     """How many batches had been settled when the last of them died. Not stored."""
     position: int = -1
@@ -302,14 +302,14 @@ class Group:
         return False
 
     def forget_deaths(self) -> None:
-        """A step was made of it, or it is sampled again: whatever trainers died of is not in its rows."""
+        """Forget trainers' deaths: a step was made of the group, or it is sampled again."""
         self.deaths = self.failed_in = self.died_alone = 0
         self.settled_before = -1
 
     # --- rows come and go
 
     def add_row(self, index: int, now: float, *, replacements: int = 0) -> None:
-        """The attempt `attempts[index]` comes in, with no column."""
+        """Add the attempt `attempts[index]`, with no column."""
         bit = 1 << index
         self.present |= bit
         self.dead &= ~bit
@@ -338,7 +338,7 @@ class Group:
     # --- grants
 
     def add_grant(self, grant: Grant) -> None:
-        """The rows of `grant` are delivered to its worker."""
+        """Deliver the rows of `grant` to its worker."""
         stage = grant.stage
         if grant.holder is not None:
             grant.holder.hold(grant.mask.bit_count())
@@ -360,7 +360,7 @@ class Group:
         return other
 
     def let_go(self, stage: int, mask: int) -> None:
-        """The rows in `mask` are no longer granted for `stage`."""
+        """End the grants of the rows in `mask` for `stage`."""
         self.held[stage] &= ~mask
         ended = False
         for grant in self.grants:
@@ -373,7 +373,7 @@ class Group:
             self.grants = [grant for grant in self.grants if grant.mask]
 
     def undo_delivery(self, stage: int, mask: int) -> None:
-        """The delivery of the rows in `mask` to `stage` does not count as an attempt."""
+        """Undo the delivery of the rows in `mask` to `stage`: it does not count as an attempt."""
         for index in bits(mask):
             self.deliveries[stage][index] -= 1
 
@@ -394,7 +394,7 @@ class Group:
         self.facts_json = None
 
     def set_progress(self, rows: Sequence[int], entries: Sequence[int]) -> None:
-        """The first stage has appended so many `entries` of each row."""
+        """Set how many `entries` of each row the first stage has appended."""
         self.recorded_progress = self.recorded_progress or [0] * self.size
         for index, count in zip(rows, entries, strict=True):
             self.recorded_progress[index] = count
@@ -530,7 +530,7 @@ def _restored_facts(stored: Json) -> RowFacts:
 
 
 def count_sampled(counts: Counter[int], group: Group, sign: int) -> None:
-    """The group counts (1), or does not any more (-1), under the step from which it was sampled, if it was."""
+    """Count the group (1), or stop counting it (-1), under the step from which it was sampled, if it was."""
     step = group.sampled_from
     if step is not None:
         counts[step] += sign

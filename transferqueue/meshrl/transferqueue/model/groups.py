@@ -161,7 +161,7 @@ class FeederVerbs(ResidentRows):
         return count
 
     def close_feed(self) -> None:
-        """No task will come any more."""
+        """Close the feed: no task will come any more."""
         if not self.record.feed_closed:
             self.record.feed_closed = True
             self.save()
@@ -172,7 +172,7 @@ class FeederVerbs(ResidentRows):
     def is_complete(self, group: Group) -> bool:
         """True when a group that is in no batch may be taken.
 
-        `all` and `replace_sibling` need every row. `k_of_n` needs k; the unfinished rows go on until the group is
+        `all` and `replace_sibling` need every row. `k_of_n` needs k; the unfinished rows continue until the group is
         taken.
         """
         wanted = group.size
@@ -181,14 +181,14 @@ class FeederVerbs(ResidentRows):
         return group.counts[READY] >= wanted
 
     def offer_if_complete(self, group: Group) -> None:
-        """Rows of the group got a column, maybe their last."""
+        """Offer the group if its rows, some of which got a column, are complete."""
         if not group.complete and group.batch is None and self.is_complete(group):
             self.offer(group)
 
     # --- groups leave
 
     def remove_group(self, group: Group, exit_: Exit, reason: str) -> None:
-        """Every remaining row leaves, and the group with them."""
+        """Remove the group; every remaining row leaves."""
         if group.present:
             self.remove_rows(group, group.present, exit_, reason)
         self.complete.discard(group)
@@ -221,7 +221,7 @@ class FeederVerbs(ResidentRows):
     # --- dead letters
 
     def note_failure(self, stage: Stage, uid: Uid, reason: str) -> None:
-        """A worker could not finish a row."""
+        """Note that a worker could not finish a row."""
         now, before = self.clock(), self._failures.get(stage.name)
         self._failures[stage.name] = LastFailure(
             count=before.count + 1 if before else 1,
@@ -234,7 +234,7 @@ class FeederVerbs(ResidentRows):
     def dead_letter(
         self, group: Group, index: int, stage: Stage, outcome: Outcome, reason: str
     ) -> None:
-        """The row leaves as a dead letter, and its group does what the policy says."""
+        """Dead-letter a row; its group does what the policy says."""
         self._bury(group, index, stage, outcome, reason)
         self._after_dead_letter(group, index)
         dropped, total = self._drop_dead_letters(), self.record.dropped_letters
@@ -247,7 +247,7 @@ class FeederVerbs(ResidentRows):
         self.save([group])
 
     def _bury(self, group: Group, index: int, stage: Stage, outcome: Outcome, reason: str) -> None:
-        """The row at `index` leaves as a dead letter of `stage`."""
+        """Dead-letter the row at `index` for `stage`."""
         row = DeadRow(
             run_number=self.number,
             number=self.record.next_dead,
@@ -269,7 +269,7 @@ class FeederVerbs(ResidentRows):
         self.remove_rows(group, 1 << index, Exit.DEAD, reason)
 
     def _after_dead_letter(self, group: Group, index: int) -> None:
-        """The row at `index` of an open group was dead-lettered: replace it, go on without it, or drop the group."""
+        """Replace the dead-lettered row at `index` of an open group, continue without it, or drop the group."""
         policy = self.spec.group_policy
         replacements = group.replacements[index]
         if policy is GroupPolicy.REPLACE_SIBLING and replacements < self.spec.max_attempts:
@@ -282,7 +282,7 @@ class FeederVerbs(ResidentRows):
     def _drop_dead_letters(self) -> int:
         """Drop the oldest letters beyond what a run may keep, with the tasks that nothing else needs; how many.
 
-        The ledger goes on counting their rows as dead-lettered.
+        The ledger continues counting their rows as dead-lettered.
         """
         before, quota = self.record.dropped_letters, self._quota
         while len(self.dead_letters) > 1 and (
@@ -323,6 +323,6 @@ class FeederVerbs(ResidentRows):
         return answered
 
     def _remove_dead_letter(self, row: DeadRow) -> None:
-        """A dead letter is answered, or dropped."""
+        """Remove a dead letter that was answered or dropped."""
         self._dead.remove(row)
         self._commit_log.delete(Table.META, row.key)

@@ -262,7 +262,7 @@ class WorkerVerbs(FeederVerbs):
         *,
         lasting: bool = False,
     ) -> None:
-        """A worker reports that it cannot finish a row. Raises FencedError, with `uid`.
+        """Report that a worker cannot finish a row. Raises FencedError, with `uid`.
 
         Where the fault is `lasting`, a stage that reads columns tries the row once more at most; one that samples may
         draw something else each time.
@@ -284,7 +284,7 @@ class WorkerVerbs(FeederVerbs):
             self.complete_signal.notify()
 
     def release(self, stage: Stage, token_of: Mapping[Uid, int]) -> None:
-        """Rows come back untouched; rows that the caller does not hold any more are skipped."""
+        """Return rows untouched; rows that the caller no longer holds are skipped."""
         masks: dict[int, int] = {}
         for uid, token in token_of.items():
             group = self.find(uid)
@@ -296,7 +296,7 @@ class WorkerVerbs(FeederVerbs):
             self.save([self.groups[number] for number in masks])
 
     def expire(self, grant: Grant, *, attended: bool) -> None:
-        """The worker was silent for `lease_ttl_s`: its rows go to another one.
+        """Give the rows of a worker that was silent for `lease_ttl_s` to another one.
 
         If the worker is `attended` and never renewed the rows, they never reached it: that does not count as an
         attempt.
@@ -318,7 +318,7 @@ class WorkerVerbs(FeederVerbs):
         *,
         last: bool = False,
     ) -> None:
-        """Rows come back; those that had their last delivery are dead-lettered, or all if this was the `last` one."""
+        """Return rows; those that had their last delivery are dead-lettered, or all if this was the `last` one."""
         self.return_rows(stage, group, mask)
         self.save([group])
         deliveries = group.deliveries[stage.number]
@@ -423,7 +423,7 @@ def signals(
         if stage.first:
             holder = run.fair_share.holder(worker, run.clock())
             found.append(holder.wrote)
-            # Its share allows a worker without rows one at least; many others would look in vain.
+            # Its share allows a worker without rows one at least; many others would find nothing.
             line = line if holder.rows else turns.ahead
         found += (line, run.gate_signal)
     return found

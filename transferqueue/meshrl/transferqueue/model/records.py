@@ -66,10 +66,10 @@ class RunRecord:
     dropped_letters: int = 0
     """Dead letters that were dropped because there were too many; stored once there are any."""
     opened_by: str = ""
-    """The role of whoever opened the run; stored where somebody was asked."""
+    """The role that opened the run; stored where callers were identified."""
 
     def encode(self) -> Json:
-        """As JSON."""
+        """The record as JSON."""
         return {
             "epoch": self.epoch,
             "owner": self.owner,
@@ -112,7 +112,7 @@ class KnownTasks:
         return iter(self._numbers)
 
     def add(self, task_id: str, number: int) -> None:
-        """A task was admitted as group `number`."""
+        """Add a task that was admitted as group `number`."""
         self._numbers[task_id] = number
         self._commit_log.put(Table.META, self._prefix + task_id.encode(), encode_record(number))
 
@@ -121,7 +121,7 @@ class KnownTasks:
         return (self._prefix + task_id.encode() for task_id in self._numbers)
 
     def mark_departed(self, task_id: str) -> None:
-        """The task left for good."""
+        """Mark a task that has left and will not return."""
         self._departed.append(task_id)
 
     def forget(self, resident: Container[str]) -> None:
@@ -137,7 +137,7 @@ class KnownTasks:
         self._numbers = {key[len(self._prefix) :].decode(): number for key, number in items}
 
     def restore_departed(self, needed: Container[str]) -> None:
-        """Every known task that is not `needed` has left, in the order of admission."""
+        """Mark every known task that is not `needed` as departed, in the order of admission."""
         departed = [task_id for task_id in self._numbers if task_id not in needed]
         self._departed.extend(sorted(departed, key=self._numbers.__getitem__))
 
@@ -156,13 +156,13 @@ class State(StrEnum):
     LEASED = "leased"
     """No column yet, leased by a worker of a first stage."""
     PENDING = "pending"
-    """It has some columns and lacks some."""
+    """Some columns, not all."""
     READY = "ready"
-    """It has every column."""
+    """Every column."""
     TAKEN = "taken"
-    """It is in a batch that a trainer took."""
+    """In a batch that a trainer took."""
     SETTLED = "settled"
-    """It is in an optimizer step that no checkpoint covers yet."""
+    """In an optimizer step that no checkpoint covers yet."""
 
 
 class Exit(StrEnum):
@@ -194,7 +194,7 @@ class RunLedger:
         return queued + leased
 
     def move(self, old: Sequence[int], new: Sequence[int]) -> None:
-        """A group's rows change from the counts `old` to `new`, by state."""
+        """Move a group's rows from the counts `old` to `new`, by state."""
         self.resident = list(map(add, self.resident, map(sub, new, old)))
 
     def leave(self, rows: int, exit_: Exit, reason: str) -> None:
@@ -412,7 +412,7 @@ class DeadLetters:
         """Bytes of their reasons, and of their tasks, each counted once."""
 
     def add(self, row: DeadRow) -> None:
-        """A row died."""
+        """Add a row that died."""
         self.nbytes += len(row.letter.reason) + (
             0 if row.group in self.by_group else row.task_bytes
         )
@@ -420,7 +420,7 @@ class DeadLetters:
         self.by_group.setdefault(row.group, []).append(row)
 
     def remove(self, row: DeadRow) -> None:
-        """The row was replayed, or is dropped."""
+        """Remove a row that was replayed or dropped."""
         del self.by_uid[row.letter.uid]
         self.nbytes -= len(row.letter.reason)
         rows = self.by_group[row.group]

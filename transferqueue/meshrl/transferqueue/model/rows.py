@@ -1,6 +1,6 @@
 """The resident rows of a run: its groups, the sets in which their rows wait, the ledger; and every move of a row.
 
-A move is synchronous: it happens between two awaits and notifies the calls that may go on. `Run.save` then stages the
+A move is synchronous: it happens between two awaits and notifies calls that may continue. `Run.save` then stages the
 changed records in the commit log.
 """
 
@@ -49,7 +49,7 @@ class Stage:
     after: tuple[int, ...]
     """Numbers of the stages that write what this one reads."""
     first: bool
-    """It reads nothing: it samples, so it follows the policy's version."""
+    """Whether it reads no column: it samples, so it follows the policy's version."""
 
 
 class Stages:
@@ -195,7 +195,7 @@ class ResidentRows:
         self.key: Final = b"s" + number.to_bytes(4, "big")
         """The key of the record that every transition rewrites."""
         self.spec_key: Final = b"r" + number.to_bytes(4, "big")
-        """The key of the spec's record, which changes once at most: when somebody first knows the vocabulary."""
+        """The key of the spec's record, which changes once at most: when the vocabulary is first known."""
         self._batches: dict[str, TakenBatch] = {}
         self.batches: Final[Mapping[str, TakenBatch]] = self._batches
         """The batches that are taken or settled, by id."""
@@ -286,7 +286,7 @@ class ResidentRows:
             signal.notify()
 
     def notify_all(self) -> None:
-        """Every call that waits for this run looks again."""
+        """Wake every call that waits for this run."""
         self.notify_stages()
         self.gate_signal.notify()
         self.complete_signal.notify()
@@ -312,7 +312,7 @@ class ResidentRows:
     def start_attempts(
         self, group: Group, indices: Sequence[int], *, replacements: int = 0
     ) -> None:
-        """A new attempt at each of `indices` comes in, which replaces so many dead rows."""
+        """Start a new attempt at each of `indices`, in place of dead rows."""
         now = self.clock()
         for index in indices:
             group.attempts[index] += 1
@@ -350,7 +350,7 @@ class ResidentRows:
     def return_rows(
         self, stage: Stage, group: Group, mask: int, *, undelivered: bool = False
     ) -> None:
-        """The rows in `mask` are no longer granted for `stage`; `undelivered` ones had no attempt."""
+        """Return the rows in `mask` from `stage`; `undelivered` ones had no attempt."""
         group.let_go(stage.number, mask)
         if undelivered:
             group.undo_delivery(stage.number, mask)
@@ -360,14 +360,14 @@ class ResidentRows:
     # --- groups become complete
 
     def offer(self, group: Group) -> None:
-        """The group is complete and can be taken."""
+        """Offer the complete group: it can be taken."""
         self.complete.add(group)
         self.complete_signal.notify()
 
     # --- rows leave
 
     def remove_rows(self, group: Group, mask: int, exit_: Exit, reason: str) -> None:
-        """Rows of the group leave; their payload is deleted, and a worker that holds one is fenced."""
+        """Remove rows of the group; their payload is deleted, and a worker that holds one is fenced."""
         count = mask.bit_count()
         self.ledger.leave(count, exit_, reason)
         self.audit_log.note(group.task_id, count, exit_, reason)
@@ -381,7 +381,7 @@ class ResidentRows:
     def _store_frame(
         self, group: Group, stage: int, mask: int, block: RowBlock, *, partial: bool = False
     ) -> None:
-        """Columns of the rows of `block`, whose set is `mask`, are stored."""
+        """Store columns of the rows of `block`, whose set is `mask`."""
         frame, number = block.frame.value, group.next_frame
         group.next_frame += 1
         group.frames.append(
@@ -397,13 +397,13 @@ class ResidentRows:
                 self.open_bytes -= frame.nbytes
 
     def _sample_from(self, group: Group, step: int | None) -> None:
-        """The group, which is in no batch and not complete, is sampled from a version of `step` on."""
+        """Sample the group, which is in no batch and not complete, from a version of `step` on."""
         count_sampled(self.sampled_from, group, -1)
         group.sampled_from = step
         count_sampled(self.sampled_from, group, 1)
 
     def _count_open(self, group: Group, sign: int) -> None:
-        """The group's bytes and tokens count for admission (1) or do not any more (-1)."""
+        """Count the group's bytes and tokens for admission (1), or stop counting them (-1)."""
         self.open_bytes += sign * group.nbytes
         self.open_tokens += sign * group.num_tokens
 

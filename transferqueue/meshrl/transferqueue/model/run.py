@@ -42,7 +42,7 @@ class Run(TrainerVerbs):
         )
 
     def decode(self, stored: Json) -> None:
-        """The inverse of `encode`."""
+        """Restore what `encode` stored."""
         fields = dict(stored)
         self.ledger = RunLedger.restored(fields.pop("books"))
         self.record = RunRecord.decode(fields)
@@ -78,13 +78,13 @@ class Run(TrainerVerbs):
         return needed
 
     def end_leases(self) -> None:
-        """Nobody holds a row any more: the run is removed."""
+        """End all leases: the run is removed."""
         for group in self._groups.values():
             for grant in group.grants:
                 grant.mask = 0
 
     def complete_spec(self, spec: RunSpec) -> None:
-        """The spec says more than before: the vocabulary."""
+        """Add the vocabulary to the spec."""
         if spec != self.spec:
             self.spec = spec
             self._commit_log.put(Table.META, self.spec_key, encode_record(encode_spec(spec)))
@@ -94,15 +94,15 @@ class Run(TrainerVerbs):
         self.record.opened_by = caller
 
     def restore_batches(self, batches: Iterable[TakenBatch]) -> None:
-        """Batches as they were stored, without groups."""
+        """Restore stored batches, without groups."""
         self._batches.update({batch.batch_id: batch for batch in batches})
 
     def restore_dead_letter(self, row: DeadRow) -> None:
-        """A dead letter as it was stored."""
+        """Restore a stored dead letter."""
         self._dead.add(row)
 
     def restore_group(self, group: Group, batch: TakenBatch | None) -> None:
-        """A group as it was stored, with the batch that has it. Its leases go on, each with a full time to live."""
+        """Restore a stored group, with the batch that has it. Its leases continue, each with a full time to live."""
         self._groups[group.number] = group
         self._by_task[group.task_id] = group
         self._count_open(group, 1)
@@ -117,7 +117,7 @@ class Run(TrainerVerbs):
         self._refresh(group)
 
     def restore_departed(self) -> None:
-        """Every known task that neither has a group nor is needed by a dead letter has left."""
+        """Mark every known task as departed that neither has a group nor is needed by a dead letter."""
         dead = {uid.task for uid in self._dead.by_uid}
         self.known_tasks.restore_departed({*self._by_task, *dead})
 
@@ -125,7 +125,7 @@ class Run(TrainerVerbs):
 def restore(
     items: Sequence[tuple[bytes, bytes]], make_run: Callable[[RunSpec, int], Run]
 ) -> dict[str, Run]:
-    """The runs by name. Leases go on under their tokens, each with a full time to live.
+    """The runs by name. Leases continue under their tokens, each with a full time to live.
 
     Raises:
         CorruptError: a record differs from what was written.

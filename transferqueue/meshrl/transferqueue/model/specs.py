@@ -9,7 +9,7 @@ from meshrl.contract.row_values import ANY_TOKEN
 from meshrl.contract.types import GroupPolicy, Json, RunSpec, StageSpec, StalePolicy, name_fault
 
 RUN_BYTES = 200
-"""A run's name has at most so many bytes."""
+"""The most bytes of a run's name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ CALLERS_LEAST = 2
 
 
 def check_opener(caller: str, opened: int, quota: Quota) -> None:
-    """Refuse a caller that has `opened` so many runs, and leaves no room for others; "": one that may open all.
+    """Refuse a caller whose `opened` runs leave no room for others; "": one that may open all.
 
     Raises:
         CapacityError.

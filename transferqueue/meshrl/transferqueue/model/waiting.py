@@ -107,7 +107,7 @@ class CompleteGroups:
         return self._count
 
     def add(self, group: Group) -> None:
-        """The group, which is in no batch, became complete."""
+        """Add a group that became complete and is in no batch."""
         group.complete = True
         self._count += 1
         count_sampled(self.sampled_from, group, 1)
@@ -130,7 +130,7 @@ class CompleteGroups:
         )
 
     def discard(self, group: Group) -> None:
-        """The group, if it is here, was taken, left or is not complete any more."""
+        """Discard the group, if it is here: it was taken, left or is no longer complete."""
         if group.complete:
             group.complete = False
             self._count -= 1
@@ -246,7 +246,7 @@ class Expiry:
         self._arm()
 
     def hasten(self, worker: str, before: float, concerns: Callable[[Grant], bool]) -> None:
-        """A connection of `worker` broke: its grants up to `before` (loop time) expire soon unless it renews.
+        """Let grants of `worker` up to `before` (loop time) expire soon unless it renews: its connection broke.
 
         Those which the connection `concerns`. O(grants of this worker): a fleet that loses its network breaks all
         connections at once.

@@ -13,14 +13,14 @@ class Sampler:
         self._source_of: dict[int, str] = {}
 
     def add(self, group: CompleteGroup) -> None:
-        """A group became complete."""
+        """Add a complete group."""
         self._source_of[group.number] = group.data_source
         self._by_source.setdefault(group.data_source, OrderedNumbers()).put(
             group.number, (group.number,)
         )
 
     def discard(self, number: int) -> None:
-        """A group was taken or left."""
+        """Discard a group that was taken or left."""
         source = self._source_of.pop(number, None)
         if source is not None:
             self._by_source[source].discard(number)

@@ -16,12 +16,12 @@ class Sampler:
         self._tokens: dict[int, int] = {}
 
     def add(self, group: CompleteGroup) -> None:
-        """A group became complete."""
+        """Add a complete group."""
         self._numbers.put(group.number, (group.number,))
         self._tokens[group.number] = sum(group.num_tokens)
 
     def discard(self, number: int) -> None:
-        """A group was taken or left."""
+        """Discard a group that was taken or left."""
         self._numbers.discard(number)
         self._tokens.pop(number, None)
 

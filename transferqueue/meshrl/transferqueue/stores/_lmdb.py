@@ -4,7 +4,7 @@
 
 Once the copy is made, a slow reader holds no pages of the store, only the space of the copy.
 
-Under durability `none` LMDB does not fsync, and a power cut may leave a torn file. The file `unsynced` stands beside
+Under durability `none` LMDB does not fsync, and a power cut may leave a torn file. The file `unsynced` is beside
 the data from the opening of such a store to its orderly end, and holds this boot's id. The process that opens the
 store next finds either the same boot (only a process died: the page cache is complete, nothing is lost), or another
 (the machine went down): then the store is refused. meshrl 0.1 had a durability `everysec`, whose mark also holds

@@ -165,7 +165,7 @@ class DiskStore:
         return self._data.stat().st_blocks * 512 if self._data.exists() else 0
 
     async def export(self) -> AsyncGenerator[Sequence[Operation], None]:
-        """Every record of one commit, from a copy, while commits go on.
+        """Every record of one commit, from a copy, while commits continue.
 
         Raises:
             CapacityError: the disk has no room for the copy.

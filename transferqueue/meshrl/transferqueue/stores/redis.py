@@ -345,7 +345,7 @@ class RedisStore:
 
     def _evicted(self, table: str, records: int, wanted: int) -> str:
         return (
-            f"{self.name}: {table} holds {records} records of {wanted}: Redis has evicted them, or somebody deleted"
+            f"{self.name}: {table} holds {records} records of {wanted}: Redis has evicted them, or a client deleted"
             " them; restore a backup (meshrl queue restore)"
         )
 

@@ -63,7 +63,7 @@ class LentMemory:
             raise
 
     def free(self) -> None:
-        """Nobody may read or write it any more; idempotent."""
+        """Free the memory; idempotent. No process may read or write it after this."""
         self.buckets = []
         self._memory.close()
 

@@ -65,7 +65,7 @@ def tensors(
 
 
 def _arrived(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that lie in the memory that `lend` made, all of which is verified before the first is given."""
+    """Tensors in the memory that `lend` made; all of it is verified before the first is yielded."""
     if _lent is None:
         raise ValueError(f"{directory}: this server has lent no memory")
     about = json.loads((directory / ARRIVED).read_text())
@@ -120,7 +120,7 @@ def digest(tensor: torch.Tensor) -> str:
     words = data[:whole].view(torch.int64)
     slab = SLAB_WORDS.get(data.device.type, 256 * CHUNK_WORDS)
     parts = [words[at : at + slab] for at in range(0, words.numel(), slab)]
-    if data.numel() > whole:  # the last word stands at its own place in its chunk
+    if data.numel() > whole:  # the last word is at its own place in its chunk
         head = parts.pop() if parts and parts[-1].numel() < slab else words[:0]
         parts.append(torch.cat((head, last.view(torch.int64))))
     sums = [_chunks(part).cpu() for part in parts]

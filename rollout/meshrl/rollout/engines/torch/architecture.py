@@ -15,6 +15,12 @@ from meshrl.rollout.config import HYBRID_ARCHITECTURES, STATIC_ROPES, TORCH_ARCH
 from meshrl.rollout.end_tokens import eos_token_ids
 from meshrl.rollout.engines.torch.linear_attention import DeltaRuleShape
 
+STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""Names in a layer of all experts' matrices, [experts, 2 I, hidden] and [experts, hidden, I], where a checkpoint has
+them in two tensors (Qwen3.5-MoE)."""
+UNREAD = ("model.visual.", "mtp.")
+"""How names begin of what is not computed: a vision tower, and layers that predict further tokens."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertMixture:
@@ -50,6 +56,8 @@ class DecoderArchitecture:
     """A decoder-only transformer of the Llama family."""
 
     name: str
+    decoder: str
+    """The beginning of its parameters' names."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -77,10 +85,15 @@ class DecoderArchitecture:
     inverse_frequencies: torch.Tensor
     """float32[head_dim / 2], 0 where nothing is rotated."""
     rotated: int
-    """The first so many numbers of a head are rotated."""
+    """How many numbers of a head are rotated, from the first on."""
     rope_factor: float
     """Scales cosine and sine (yarn)."""
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def embedding(self) -> str:
+        """Name of the embedding matrix."""
+        return f"{self.decoder}embed_tokens.weight"
 
     def rotation(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and signed sine of positions `0 … length - 1`, each float32[length, head_dim].
@@ -92,8 +105,11 @@ class DecoderArchitecture:
         cos, sin = angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Hugging Face parameter name to shape, for every parameter of the model."""
+    def shapes(self, *, stacked: bool = False) -> Mapping[str, tuple[int, ...]]:
+        """Hugging Face parameter name to shape, for every parameter of the decoder.
+
+        With `stacked` a layer's experts are two tensors.
+        """
         hidden = self.hidden_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms: dict[str, tuple[int, ...]] = {
@@ -117,35 +133,42 @@ class DecoderArchitecture:
         if self.qk_norm:
             layer |= {f"self_attn.{p}_norm.weight": (self.head_dim,) for p in "qk"}
         shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (self.vocab_size, hidden),
-            "model.norm.weight": (hidden,),
+            self.embedding: (self.vocab_size, hidden),
+            f"{self.decoder}norm.weight": (hidden,),
         }
         for index in range(self.num_layers):
             rule = self.delta_rule_of(index)
             mixes = layer if rule is None else rule.shapes(hidden)
-            named = norms | mixes | self._mlp_shapes(index)
-            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in named.items()}
+            named = norms | mixes | self._mlp_shapes(index, stacked)
+            shapes |= {
+                f"{self.decoder}layers.{index}.{name}": shape for name, shape in named.items()
+            }
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
     def delta_rule_of(self, layer: int) -> DeltaRuleShape | None:
-        """That of a layer; None where it has attention."""
+        """The delta rule of a layer; None for a layer with attention."""
         rule = self.delta_rule
         return rule if rule is not None and layer in rule.layers else None
 
     def mixture_of(self, layer: int) -> ExpertMixture | None:
-        """That of a layer; None where its MLP is dense."""
+        """The experts of a layer; None for a dense MLP."""
         mixture = self.mixture
         return mixture if mixture is not None and layer in mixture.layers else None
 
-    def _mlp_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+    def _mlp_shapes(self, layer: int, stacked: bool) -> dict[str, tuple[int, ...]]:
         hidden, mixture = self.hidden_size, self.mixture_of(layer)
         if mixture is not None:
             inner = mixture.intermediate_size
             wanted = ((inner, hidden), (inner, hidden), (hidden, inner))
             shapes: dict[str, tuple[int, ...]] = {mixture.router(): (mixture.experts, hidden)}
-            for index in range(mixture.experts):
+            if stacked:
+                shapes |= {
+                    STACKED[0]: (mixture.experts, 2 * inner, hidden),
+                    STACKED[1]: (mixture.experts, hidden, inner),
+                }
+            for index in range(0 if stacked else mixture.experts):
                 shapes |= dict(zip(mixture.expert(index), wanted, strict=True))
             if inner := mixture.shared_size:
                 wanted = ((inner, hidden), (inner, hidden), (hidden, inner))
@@ -180,7 +203,8 @@ def read_architecture(checkpoint: Path) -> DecoderArchitecture:
         )
     from transformers import AutoConfig  # costs a second: only where a model is loaded
 
-    config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
+    whole = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
+    config = whole.get_text_config()
     if config.hidden_act != "silu":
         raise UserError(
             f"{checkpoint}: activation {config.hidden_act!r} is not supported (silu is)"
@@ -195,6 +219,7 @@ def read_architecture(checkpoint: Path) -> DecoderArchitecture:
     longest = config.max_position_embeddings
     return DecoderArchitecture(
         name=names[0],
+        decoder="model." if config is whole else "model.language_model.",
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -203,7 +228,7 @@ def read_architecture(checkpoint: Path) -> DecoderArchitecture:
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
         rms_norm_eps=config.rms_norm_eps,
-        tied=bool(config.tie_word_embeddings),
+        tied=bool(whole.tie_word_embeddings),
         qkv_bias=bias or names[0] == "Qwen2ForCausalLM",
         out_bias=bias,
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
@@ -232,7 +257,7 @@ def _mixture(name: str, config: Any) -> ExpertMixture | None:
             module="block_sparse_moe",
             projections=("w1", "w3", "w2"),
         )
-    if name not in ("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"):
+    if not name.startswith(("Qwen3Moe", "Qwen3Next", "Qwen3_5Moe")):
         return None
     dense = set(getattr(config, "mlp_only_layers", None) or ())
     step = getattr(config, "decoder_sparse_step", 1)

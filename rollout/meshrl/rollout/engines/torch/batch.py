@@ -17,12 +17,21 @@ import torch
 
 from meshrl.contract.errors import InfraError, MeshError
 from meshrl.contract.routed_experts import Experts
-from meshrl.contract.types import GenerateDelta, GenerateRequest, Int32, Version
+from meshrl.contract.types import (
+    GenerateDelta,
+    GenerateRequest,
+    Int32,
+    PromptLogprobs,
+    Version,
+)
 from meshrl.rollout.end_tokens import StopStrings
 from meshrl.rollout.engines.torch.forward import KvCache, TorchDecoder
 from meshrl.rollout.engines.torch.graphs import StaticSteps
-from meshrl.rollout.engines.torch.sampler import OFF, SamplingRows, row_key
+from meshrl.rollout.engines.torch.sampler import SamplingRows
 from meshrl.rollout.engines.torch.weights import Weights
+
+TOLD_AT_ONCE = 256
+"""Tokens of a prompt whose log-probs are computed together: of each there are logits over the vocabulary."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -42,6 +51,7 @@ class DecodeRow:
     """Log-probs of the last tokens, which have not been delivered yet."""
     fresh_experts: list[Experts] = field(default_factory=list)
     """[n, L, k] each: of tokens that were fed, where they are wanted and not delivered yet."""
+    fresh_prompt: PromptLogprobs | None = None
     finish_reason: str = ""
     error: InfraError | None = None
 
@@ -51,7 +61,7 @@ class DecodeRow:
 
     @property
     def done(self) -> bool:
-        """Nothing more will be sampled."""
+        """Whether sampling has ended."""
         return bool(self.finish_reason) or self.error is not None
 
     @property
@@ -78,8 +88,9 @@ class DecodeRow:
             version=version,
             finish_reason=self.finish_reason,
             experts=np.concatenate(self.fresh_experts) if self.fresh_experts else None,
+            prompt=self.fresh_prompt,
         )
-        self.fresh_logprobs, self.fresh_experts = [], []
+        self.fresh_logprobs, self.fresh_experts, self.fresh_prompt = [], [], None
         return delta
 
     def accept(self, token: int, logprob: float) -> bool:
@@ -227,14 +238,8 @@ class DecodeBatch:
         return int(self._longest_of[: len(self.rows)].max(initial=0))
 
     def _enter(self, index: int, row: DecodeRow) -> None:
-        sampling = row.request.sampling
         vocabulary = self._decoder.architecture.vocab_size
-        self._sampling.temperature[index] = sampling.temperature
-        self._sampling.top_k[index] = (
-            min(sampling.top_k, vocabulary) if sampling.top_k > 0 else vocabulary
-        )
-        self._sampling.top_p[index] = sampling.top_p if sampling.top_p < 1 else OFF
-        self._sampling.key[index] = row_key(sampling.seed, row.request.request_id)
+        self._sampling.enter(index, row.request, vocabulary, self.device)
         self._stored[index] = len(row.request.prompt_ids)
         self._sampled[index] = row.request.continued
         self._longest_of[index] = row.longest
@@ -284,7 +289,7 @@ class DecodeBatch:
     ) -> torch.Tensor:
         """Prefill rows `first …` in bounded chunks; equal prompts in a chunk are computed once.
 
-        The rows that are `joining`, if they are, get to know the experts of their prompts.
+        The rows that are `joining`, if they are, get to know the experts and log-probs of their prompts.
 
         Returns:
             [len(prompts), V]
@@ -300,6 +305,12 @@ class DecodeBatch:
             where = torch.tensor(source, device=device)
             told, joining = joining[: len(source)], joining[len(source) :]
             taken = self._decoder.no_experts(*padded.shape) if self._tells(told) else None
+            asking = [
+                (row, at)
+                for row, at in zip(told, source[: len(told)], strict=True)
+                if row.request.prompt_top is not None
+            ]
+            every: list[torch.Tensor] = []
             logits = self._decoder.prefill(
                 weights,
                 self._cache,
@@ -308,7 +319,10 @@ class DecodeBatch:
                 where,
                 first,
                 taken,
+                every if asking else None,
             )
+            for row, at in asking:
+                row.fresh_prompt = self._told(weights, every[0][at], row.request)
             if taken is not None:
                 numbers = _numbers(taken)
                 for row, line in zip(told, source, strict=True):
@@ -318,6 +332,25 @@ class DecodeBatch:
             pieces.append(logits[where])
             first += len(source)
         return torch.cat(pieces)
+
+    def _told(
+        self, weights: Weights, hidden: torch.Tensor, request: GenerateRequest
+    ) -> PromptLogprobs:
+        """Log-probs of a prompt whose last states are `hidden`, [P, C]."""
+        length, top = request.prompt_length, request.prompt_top or 0
+        prompt = torch.from_numpy(request.prompt_ids.astype(np.int64)).to(self.device)
+        logprobs = np.full(length, np.nan, np.float32)
+        top_ids = np.zeros((length, top), np.int32)
+        top_logprobs = np.full((length, top), np.nan, np.float32)
+        for start in range(1, length, TOLD_AT_ONCE):
+            places = slice(start, min(start + TOLD_AT_ONCE, length))
+            logits = self._decoder.logits(weights, hidden[places.start - 1 : places.stop - 1])
+            found = logits.float().log_softmax(-1)
+            logprobs[places] = found.gather(-1, prompt[places, None])[:, 0].cpu().numpy()
+            likeliest = found.topk(top)
+            top_ids[places] = likeliest.indices.cpu().numpy()
+            top_logprobs[places] = likeliest.values.cpu().numpy()
+        return PromptLogprobs(logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs)
 
     def _chunks(self, prompts: Sequence[Int32]) -> Iterator[tuple[list[Int32], list[int]]]:
         """Consecutive prompts as (distinct prompts, which of them each row takes)."""

@@ -263,7 +263,7 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
 
     @override
     async def stage_lent(self, manifest: WeightManifest, digests: Sequence[str]) -> None:
-        """It stays as it arrived, and the commit writes it over what is served."""
+        """Keep the version as it arrived; the commit copies it over the served weights."""
         decoder, lent = self._loaded_decoder(), self._lent
         if lent is None:
             raise NotFoundError(f"no memory is lent for weights {manifest.version}")
@@ -322,7 +322,7 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
             torch.cuda.empty_cache()
 
     async def wake(self) -> None:
-        """Go on with the version that was served."""
+        """Continue with the version that was served."""
         await self._command(Sleep(wake=True))
 
     async def _command(self, command: Sleep) -> None:
@@ -392,7 +392,9 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
     ) -> DecodeRow:
         """Check a request at the threshold."""
         sampling = request.sampling
-        check_request(request)
+        architecture = self._loaded_decoder().architecture
+        vocabulary = architecture.vocab_size
+        check_request(request, vocab_size=vocabulary)
         prompt = request.prompt_ids
         room = self._max_length - len(prompt)
         if room < (0 if request.continued else 1):
@@ -400,10 +402,8 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
                 f"request {request.request_id}: {len(prompt)} prompt tokens leave no room for a response in "
                 f"{self._max_length} (rollout.engine.max_model_len)"
             )
-        architecture = self._loaded_decoder().architecture
         if request.experts_from is not None and architecture.mixture is None:
             raise UserError(f"request {request.request_id}: {architecture.name} has no experts")
-        vocabulary = architecture.vocab_size
         if prompt.min() < 0 or prompt.max() >= vocabulary:
             raise UserError(
                 f"request {request.request_id}: prompt ids go from {prompt.min()} to {prompt.max()}, the model "

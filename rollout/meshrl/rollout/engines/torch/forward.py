@@ -111,7 +111,7 @@ class KvCache:
         Args:
             rows: Rows that will run.
             length: Positions of the longest of them.
-            kept: The first so many rows keep what they hold.
+            kept: How many rows, from the first on, keep their cache.
         """
         length = rounded(length)
         if self._steady:
@@ -142,7 +142,7 @@ class KvCache:
         """Indices at which rows `0 … n - 1` store their next keys and values.
 
         Args:
-            positions: int64[n], where each row's token stands.
+            positions: int64[n], the position of each row's token.
 
         Returns:
             int64[n * 2 * K]: per row its key heads, then its value heads, as indices into a layer seen as [*, D].
@@ -235,6 +235,7 @@ class TorchDecoder:
         source: torch.Tensor,
         first_row: int,
         taken: torch.Tensor | None = None,
+        every: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Run padded prompts and store their keys and values in consecutive cache rows.
 
@@ -247,6 +248,7 @@ class TorchDecoder:
                 ascends and leaves no prompt out.
             first_row: First row of the cache to fill.
             taken: [m, P, layers, k], gets the experts of each token.
+            every: Gets [m, P, C], of which `logits` makes those after each token.
 
         Returns:
             [m, V]: logits of the token after each prompt.
@@ -279,14 +281,16 @@ class TorchDecoder:
                 if arch.gated:
                     attended = attended * gate.sigmoid()
                 attended = attended.transpose(1, 2)
-            # Of the last layer only the prompts' last tokens are wanted, but for their experts.
-            if layer is weights.layers[-1] and taken is None:
+            # The last layer computes only the prompts' last tokens, unless log-probs of all are wanted.
+            if layer is weights.layers[-1] and taken is None and every is None:
                 attended, hidden = attended[ends], hidden[ends]
             shape = hidden.shape
             flat = attended.reshape(-1, layer.out.shape[0])
             of_layer = None if taken is None else taken.flatten(0, 1)[:, index]
             hidden = self._finish(layer, hidden.view(-1, shape[-1]), flat, of_layer).view(shape)
-        return self._logits(weights, hidden if taken is None else hidden[ends])
+        if every is not None:
+            every.append(hidden)
+        return self.logits(weights, hidden[ends] if hidden.dim() == 3 else hidden)
 
     def decode(
         self,
@@ -302,7 +306,7 @@ class TorchDecoder:
             weights: The version to run.
             cache: Holds every earlier position of each row and has room for one more.
             tokens: int64[n]
-            positions: int64[n], where each token stands.
+            positions: int64[n], the position of each token.
             taken: [n, layers, k], gets the experts of each token.
 
         Returns:
@@ -332,7 +336,7 @@ class TorchDecoder:
                     attended = attended * gate.flatten(1).sigmoid()
             of_layer = None if taken is None else taken[:, index]
             hidden = self._finish(layer, hidden, attended, of_layer)
-        return self._logits(weights, hidden)
+        return self.logits(weights, hidden)
 
     def no_experts(self, *tokens: int) -> torch.Tensor:
         """[*tokens, layers, k] zeros, for `taken`: uint8, or int16 where there are more experts than that holds."""
@@ -343,7 +347,7 @@ class TorchDecoder:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _attention(self, positions: torch.Tensor, length: int) -> Attention:
-        """That of rows up to their `positions`, in a cache of `length`."""
+        """The attention of rows up to their `positions`, in a cache of `length`."""
         heads, key_heads = self.architecture.num_heads, self.architecture.num_kv_heads
         if positions.is_cuda:
             return partial(attend_up_to, ends=row_ends(positions + 1, heads, key_heads, length))
@@ -381,6 +385,7 @@ class TorchDecoder:
             hidden += layer.out_bias
         return layer.mlp.add_to(hidden, layer.post_norm(hidden), taken)
 
-    def _logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., C] to [..., V]."""
         normed = weights.final_norm(hidden)
         return F.linear(normed, weights.head)

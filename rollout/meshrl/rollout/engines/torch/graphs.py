@@ -31,7 +31,7 @@ Work = Callable[[], None]
 Recorder = Callable[[Work], Work]
 """Makes of work, which it does not do, what repeats it."""
 MOST_FAILURES = 3
-"""Then no more is recorded; one may fail because another thread waited for the whole device meanwhile."""
+"""Failures after which nothing is recorded; one may be by a thread that waited for the whole device."""
 
 
 class CudaGraphs:
@@ -58,7 +58,7 @@ class CudaGraphs:
         return graph.replay
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End the recording, even a failed one: torch's allocator would go on, free nothing and refuse the pool."""
+        """End the recording, even a failed one: torch would record on, free nothing and refuse the pool."""
         try:
             graph.capture_end()
         except RuntimeError:
@@ -75,7 +75,7 @@ class StaticSteps:
     def __init__(
         self, decoder: TorchDecoder, cache: KvCache, slots: int, recorder: Recorder | None = None
     ) -> None:
-        """Without a recorder each step runs as it is."""
+        """Prepare; with no recorder each step runs as it is."""
         self._decoder, self._cache, self._slots = decoder, cache, slots
         self._recorder = recorder
         self._failures = 0
@@ -124,7 +124,7 @@ class StaticSteps:
 
         Args:
             weights: The version to run.
-            width: Result of `width`; the cache has so many rows.
+            width: Result of `width`: rows of the cache.
             tokens: Sampled last.
             stored: Positions that rows have in the cache.
             sampling: How to draw.
@@ -136,7 +136,8 @@ class StaticSteps:
         count = len(tokens)
         rows = slice(0, count)
         kinds = sampling.kinds(rows, self._decoder.architecture.vocab_size)
-        kind = int(kinds[0]) if (kinds == kinds[0]).all() else CUT
+        alike = (kinds == kinds[0]).all() and not sampling.changes_logits(rows)
+        kind = int(kinds[0]) if alike else CUT
         columns = self._host_input.numpy()[:, :width]
         columns[:, count:] = 0
         columns[0, rows], columns[1, rows] = tokens, stored

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from meshrl.contract.types import GenerateRequest
+
 OFF = 2.0
 """A top_p that keeps everything, also where rounding brings the cumulated probability above 1."""
 GREEDY, PLAIN, CUT = range(3)
-"""Kinds of rows: temperature 0, temperature only, top_k or top_p besides."""
+"""Kinds of rows: temperature 0, temperature only, top_k, top_p or min_p besides."""
 BLOCK = 128
 """Tokens of which a GPU knows only the sum at first."""
 
@@ -46,16 +49,57 @@ class SamplingRows:
         self.temperature = np.zeros(capacity, dtype=np.float32)
         self.top_k = np.zeros(capacity, dtype=np.int64)
         self.top_p = np.zeros(capacity, dtype=np.float32)
+        self.min_p = np.zeros(capacity, dtype=np.float32)
         self.key = np.zeros(capacity, dtype=np.uint64)
+        self.penalty = np.ones(capacity, dtype=np.float32)
+        self._changed = np.zeros(capacity, dtype=np.bool_)
+        """Rows whose logits are not the model's."""
+        self._seen: torch.Tensor | None = None
+        """bool[capacity, V]: tokens of prompt and response. This and the bias exist from the first row that needs
+        one of them."""
+        self._bias: torch.Tensor | None = None
+        """float32[capacity, V]"""
+
+    def enter(
+        self, row: int, request: GenerateRequest, vocabulary: int, device: torch.device
+    ) -> None:
+        """Sample row `row` as `request` asks from now on."""
+        sampling = request.sampling
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = min(sampling.top_k, vocabulary) if sampling.top_k > 0 else vocabulary
+        self.top_p[row] = sampling.top_p if sampling.top_p < 1 else OFF
+        self.min_p[row] = sampling.min_p
+        self.key[row] = row_key(sampling.seed, request.request_id)
+        self.penalty[row] = sampling.repetition_penalty
+        self._changed[row] = sampling.changes_logits
+        if not sampling.changes_logits:
+            return
+        if self._seen is None or self._bias is None:
+            size = len(self.key), vocabulary
+            self._seen = torch.zeros(size, dtype=torch.bool, device=device)
+            self._bias = torch.zeros(size, device=device)
+        self._seen[row] = False
+        self._seen[row, torch.from_numpy(request.prompt_ids.astype(np.int64)).to(device)] = True
+        self._bias[row] = 0
+        for token, bias in sampling.logit_bias.items():
+            self._bias[row, token] = bias
 
     def move(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`."""
-        for column in (self.temperature, self.top_k, self.top_p, self.key):
+        columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.key, self.penalty)
+        for column in (*columns, self._changed):
             column[target] = column[source]
+        for changes in (self._seen, self._bias):
+            if changes is not None and self._changed[source]:
+                changes[target] = changes[source]
+
+    def changes_logits(self, rows: slice) -> bool:
+        """Whether a row's logits are not the model's."""
+        return bool(self._changed[rows].any())
 
     def kinds(self, rows: slice, vocabulary: int) -> npt.NDArray[np.int64]:
         """GREEDY, PLAIN or CUT; of a row, never of a batch: other rows must not change how a row is drawn."""
-        cut = (self.top_k[rows] < vocabulary) | (self.top_p[rows] < OFF)
+        cut = (self.top_k[rows] < vocabulary) | (self.top_p[rows] < OFF) | (self.min_p[rows] > 0)
         return np.where(self.temperature[rows] == 0, GREEDY, np.where(cut, CUT, PLAIN))
 
     def sample(
@@ -72,18 +116,37 @@ class SamplingRows:
             int64[n] tokens and float32[n] log-probs under the distribution that was sampled; for greedy rows
             (temperature 0) under the untempered one.
         """
-        temperature, top_k, top_p = self.temperature[rows], self.top_k[rows], self.top_p[rows]
+        if not self.changes_logits(rows):
+            return self._drawn(logits, rows, positions)
+        assert self._seen is not None
+        assert self._bias is not None
+        changed = np.flatnonzero(self._changed[rows])
+        where = torch.from_numpy(changed).to(logits.device)
+        slots = where + (rows.start or 0)
+        raw = logits[where].float() + self._bias[slots]
+        penalty = torch.from_numpy(self.penalty[rows][changed]).to(logits.device)[:, None]
+        again = torch.where(raw > 0, raw / penalty, raw * penalty)
+        logits = logits.float().index_copy(0, where, torch.where(self._seen[slots], again, raw))
+        tokens, logprobs = self._drawn(logits, rows, positions)
+        self._seen[slots, tokens[where]] = True
+        return tokens, logprobs
+
+    def _drawn(
+        self, logits: torch.Tensor, rows: slice, positions: npt.NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         draws = uniforms(self.key[rows], positions)
+        every: tuple[npt.NDArray[Any], ...] = self.temperature, self.top_k, self.top_p, self.min_p
+        columns = [column[rows] for column in every]
         kind = self.kinds(rows, logits.shape[-1])
         if (kind == kind[0]).all():
-            return _sample(int(kind[0]), logits, temperature, top_k, top_p, draws)
+            return _sample(int(kind[0]), logits, draws, *columns)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         for each in np.unique(kind):
             of = np.flatnonzero(kind == each)
             where = torch.from_numpy(of).to(logits.device)
             tokens[where], logprobs[where] = _sample(
-                int(each), logits[where], temperature[of], top_k[of], top_p[of], draws[of]
+                int(each), logits[where], draws[of], *(column[of] for column in columns)
             )
         return tokens, logprobs
 
@@ -91,10 +154,11 @@ class SamplingRows:
 def _sample(
     kind: int,
     logits: torch.Tensor,
+    draws: npt.NDArray[np.float64],
     temperature: npt.NDArray[np.float32],
     top_k: npt.NDArray[np.int64],
     top_p: npt.NDArray[np.float32],
-    draws: npt.NDArray[np.float64],
+    min_p: npt.NDArray[np.float32],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if kind == GREEDY:
         return greedy(logits)
@@ -111,6 +175,10 @@ def _sample(
     rank = torch.arange(width, device=device)
     ordered = ordered.masked_fill(rank >= keep, -torch.inf)
     probabilities = ordered.softmax(-1)
+    if min_p.any():
+        share = torch.from_numpy(min_p).to(device)[:, None]
+        ordered = ordered.masked_fill(probabilities < share * probabilities[:, :1], -torch.inf)
+        probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
     nucleus = torch.from_numpy(top_p).to(device)[:, None]
     # The first token always stays: nothing is before it.

@@ -79,7 +79,7 @@ class Arrived:
         """Writes over `live`, which a failure leaves in pieces."""
         if live is None:
             return build(self.read, self.names, self.architecture, self.dtype, device)
-        overwrite(live, self.read, self.architecture)
+        overwrite(live, self.read, self.names, self.architecture)
         if device.type == "cuda":  # who lent the memory may be sent the next version now
             torch.cuda.synchronize(device)
         return live.to(device)

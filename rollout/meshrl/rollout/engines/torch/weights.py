@@ -14,7 +14,12 @@ import torch
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import TensorSpec, Uint8, WeightManifest
-from meshrl.rollout.engines.torch.architecture import DecoderArchitecture, ExpertMixture
+from meshrl.rollout.engines.torch.architecture import (
+    STACKED,
+    UNREAD,
+    DecoderArchitecture,
+    ExpertMixture,
+)
 from meshrl.rollout.engines.torch.linear_attention import DeltaRule, DeltaRuleShape
 from meshrl.rollout.engines.torch.operations import DenseMlp, RmsNorm, SparseMlp
 
@@ -23,7 +28,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+HEAD = "lm_head.weight"
 NAMES_SHOWN = 4
 """Names listed in an error before it says how many more there are."""
 
@@ -178,9 +183,10 @@ def check(
     Raises:
         UserError: naming what is missing, unknown or misshapen.
     """
-    expected = dict(architecture.shapes())
-    if architecture.tied and "lm_head.weight" in shapes:
-        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    shapes = {name: shape for name, shape in shapes.items() if not name.startswith(UNREAD)}
+    expected = dict(architecture.shapes(stacked=any(name.endswith(STACKED) for name in shapes)))
+    if architecture.tied and HEAD in shapes:
+        expected[HEAD] = expected[architecture.embedding]
     wrong = [
         f"{name} is {list(shapes[name])}, want {list(shape)}"
         for name, shape in expected.items()
@@ -206,30 +212,34 @@ def build(
 ) -> Weights:
     """Fuse the checked tensors that `read` gives into the decoder's, in `dtype` on `device`. Copies them."""
     own = _owner(read, dtype, device)
-    embedding = own(EMBEDDING)
+    embedding = own(architecture.embedding)
     untied = HEAD in names and not architecture.tied
     return Weights(
         embedding=embedding,
-        layers=tuple(_layer(index, own, architecture) for index in range(architecture.num_layers)),
-        final_norm=_norm(own(FINAL_NORM), architecture),
+        layers=tuple(
+            _layer(index, own, names, architecture) for index in range(architecture.num_layers)
+        ),
+        final_norm=_norm(own(f"{architecture.decoder}norm.weight"), architecture),
         head=own(HEAD) if untied else embedding,
     )
 
 
 @torch.inference_mode()
-def overwrite(live: Weights, read: Reader, architecture: DecoderArchitecture) -> None:
+def overwrite(
+    live: Weights, read: Reader, names: Collection[str], architecture: DecoderArchitecture
+) -> None:
     """Put the checked tensors that `read` gives into weights of the same shapes. Beside them it needs one layer."""
     own = _owner(read, live.embedding.dtype, live.embedding.device)
-    live.embedding.copy_(read(EMBEDDING))
+    live.embedding.copy_(read(architecture.embedding))
     if live.head is not live.embedding:
         live.head.copy_(read(HEAD))
-    live.final_norm.copy_(_norm(own(FINAL_NORM), architecture))
+    live.final_norm.copy_(_norm(own(f"{architecture.decoder}norm.weight"), architecture))
     for index, layer in enumerate(live.layers):
-        _copy(layer, _layer(index, own, architecture))
+        _copy(layer, _layer(index, own, names, architecture))
 
 
 def _copy(live: Any, fresh: Any) -> None:
-    """All tensors of one part of the model over those of the other."""
+    """Copy all tensors of one part of the model over those of the other."""
     for field in dataclasses.fields(live):
         into, value = getattr(live, field.name), getattr(fresh, field.name)
         if isinstance(into, torch.Tensor | RmsNorm):
@@ -249,9 +259,10 @@ def _owner(read: Reader, dtype: torch.dtype, device: torch.device) -> Reader:
 
 
 def _check_tied(read: Reader, names: Collection[str], architecture: DecoderArchitecture) -> None:
-    if architecture.tied and HEAD in names and not torch.equal(read(HEAD), read(EMBEDDING)):
+    embedding = architecture.embedding
+    if architecture.tied and HEAD in names and not torch.equal(read(HEAD), read(embedding)):
         raise UserError(
-            f"{HEAD} differs from {EMBEDDING}, yet {architecture.name} ties them "
+            f"{HEAD} differs from {embedding}, yet {architecture.name} ties them "
             "(tie_word_embeddings in config.json)"
         )
 
@@ -261,9 +272,9 @@ def _norm(weight: torch.Tensor, architecture: DecoderArchitecture) -> RmsNorm:
 
 
 def _layer(
-    index: int, own: Reader, architecture: DecoderArchitecture
+    index: int, own: Reader, names: Collection[str], architecture: DecoderArchitecture
 ) -> AttentionLayer | DeltaRuleLayer:
-    prefix = f"model.layers.{index}."
+    prefix = f"{architecture.decoder}layers.{index}."
     rule = architecture.delta_rule_of(index)
     within = "self_attn.o_proj" if rule is None else "linear_attn.out_proj"
     has_bias = architecture.out_bias and rule is None
@@ -272,7 +283,7 @@ def _layer(
         "out": own(f"{prefix}{within}.weight").t(),
         "out_bias": own(f"{prefix}{within}.bias") if has_bias else None,
         "post_norm": _norm(own(prefix + "post_attention_layernorm.weight"), architecture),
-        "mlp": _mlp(prefix, own, architecture.mixture_of(index), bias=architecture.mlp_bias),
+        "mlp": _mlp(prefix, own, names, architecture.mixture_of(index), bias=architecture.mlp_bias),
     }
     if rule is not None:
         return DeltaRuleLayer(**alike, rule=_rule(f"{prefix}linear_attn.", own, rule, architecture))
@@ -332,17 +343,27 @@ def _qk_norm(prefix: str, own: Reader, architecture: DecoderArchitecture) -> Rms
 
 
 def _mlp(
-    prefix: str, own: Reader, mixture: ExpertMixture | None, *, bias: bool
+    prefix: str,
+    own: Reader,
+    names: Collection[str],
+    mixture: ExpertMixture | None,
+    *,
+    bias: bool,
 ) -> DenseMlp | SparseMlp:
     if mixture is None:
         return _dense(f"{prefix}mlp.", own, bias=bias)
-    experts = [mixture.expert(index) for index in range(mixture.experts)]
+    if prefix + STACKED[0] in names:
+        gate_up, down = (own(prefix + name) for name in STACKED)
+    else:
+        experts = [mixture.expert(index) for index in range(mixture.experts)]
+        gate_up = torch.stack(
+            [torch.cat([own(prefix + gate), own(prefix + up)]) for gate, up, _ in experts]
+        )
+        down = torch.stack([own(prefix + name) for _, _, name in experts])
     return SparseMlp(
         router=own(prefix + mixture.router()),
-        gate_up=torch.stack(
-            [torch.cat([own(prefix + gate), own(prefix + up)]) for gate, up, _ in experts]
-        ),
-        down=torch.stack([own(prefix + down) for _, _, down in experts]).mT,
+        gate_up=gate_up,
+        down=down.mT,
         chosen=mixture.chosen,
         normalised=mixture.normalised,
         shared=_dense(f"{prefix}mlp.shared_expert.", own, bias=False)

@@ -59,7 +59,7 @@ class Library:
         self._stream = self._event = 0
 
     def unique_id(self) -> bytes:
-        """It names an address of this process: NCCL_SOCKET_IFNAME chooses the interface."""
+        """A new id, with an address of this process: NCCL_SOCKET_IFNAME chooses the interface."""
         return bytes(nccl.get_unique_id())
 
     def join(self, size: int, unique_id: bytes, rank: int) -> Communicator:

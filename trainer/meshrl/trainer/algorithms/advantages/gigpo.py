@@ -7,7 +7,7 @@ Feng et al. 2025, https://arxiv.org/abs/2505.10978, eqs. 3, 5-8:
     A^S = R_t - mean over the steps of the prompt with the same observation  (eq. 7)
     A   = A^E + ω A^S                                                        (eq. 8)
 
-A row of this mesh is an episode: its steps are runs of sampled tokens, an observation is what stands before a run
+A row of this mesh is an episode: its steps are runs of sampled tokens, an observation is what precedes a run
 (`anchors_of`), each token has its step's A. In verl-agent's layout, one row per step (`trajectories`, `anchors`),
 the mean of eq. 3 runs over step rows, so that a longer episode weighs more. `gigpo.mode: mean_std_norm` divides both
 by the unbiased standard deviation. A step whose observation nobody shares has A^S = 0.

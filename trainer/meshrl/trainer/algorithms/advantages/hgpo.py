@@ -112,7 +112,7 @@ def of_histories(
     observation = _numbered(groups, anchors)
     history = observation
     for k in range(1, config.history_length + 2):
-        there = first >= k - 1  # the step has so many observations
+        there = first >= k - 1  # the step has k observations
         A_k = torch.zeros_like(R)
         A_k[there] = _relative(R[there], history[there], config.mode == "mean_std_norm")
         w_k = (k + 1) ** config.length_weight_alpha

@@ -33,9 +33,9 @@ class Options(Config):
     clip_cov_ratio: float = 2e-4
     """Share of the tokens that get no gradient."""
     clip_cov_lb: float = 1.0
-    """They are drawn from the tokens with a covariance above this."""
+    """Lower bound of the covariance of these tokens."""
     clip_cov_ub: float = 5.0
-    """And below this."""
+    """Upper bound of the covariance of these tokens."""
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

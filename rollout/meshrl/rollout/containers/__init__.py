@@ -1,0 +1,1 @@
+"""The containers in which agents work: one for each episode."""

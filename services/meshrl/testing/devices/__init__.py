@@ -1,1 +1,0 @@
-"""Stand-ins for GPU memory; `weights.ipc.library` may name them."""

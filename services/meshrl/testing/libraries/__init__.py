@@ -1,1 +1,0 @@
-"""Stand-ins for NCCL; `weights.nccl.library` may name them."""
