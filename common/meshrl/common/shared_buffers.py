@@ -86,7 +86,7 @@ def _take(nbytes: int, pin: Pin | None) -> Region:
         fits = [
             region
             for region in _free
-            if nbytes <= region.nbytes <= 2 * nbytes and (region.unpin or not pin)
+            if nbytes <= region.nbytes <= 2 * nbytes and bool(region.unpin) == bool(pin)
         ]
         if fits:
             region = min(fits, key=lambda each: each.nbytes)
@@ -111,12 +111,15 @@ def _make(nbytes: int, pin: Pin | None) -> Region:
 
 
 def _give_back(number: int) -> None:
-    """Keep a buffer that no array refers to. No more are kept than are in use, or one: the largest."""
+    """Keep a buffer that no array refers to.
+
+    No more bytes are kept than are in use, or one buffer: a page-locked one, which took long to make, or the largest.
+    """
     with _lock:
         _free.append(_live.pop(number))
         used = sum(region.nbytes for region in list(_live.values()))
         while len(_free) > 1 and sum(region.nbytes for region in _free) > used:
-            least = min(_free, key=lambda region: region.nbytes)
+            least = min(_free, key=lambda region: (region.unpin is not None, region.nbytes))
             _free.remove(least)
             if least.unpin is not None:
                 least.unpin()

@@ -103,6 +103,18 @@ def test_memory_that_was_kept_without_a_lock_serves_nobody_who_wants_one() -> No
     assert runtime.locked == {array.__array_interface__["data"][0]}
 
 
+def test_memory_without_a_lock_neither_takes_nor_displaces_page_locked_memory() -> None:
+    pin = shared_buffers.page_lock(Runtime(status=0))
+    (locked,) = shared_buffers.allocate([12288], pin)
+    (plain,) = shared_buffers.allocate([12288])
+    region = shared_buffers.find(locked)
+    del locked, plain  # one is kept
+    (plain,) = shared_buffers.allocate([12288])
+    (again,) = shared_buffers.allocate([12288], pin)
+    assert shared_buffers.find(again) == region
+    assert plain is not again
+
+
 def test_memory_that_cuda_does_not_lock_is_given_back() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(OSError, match="CUDA locks no 12288 bytes of memory: error 2"):
