@@ -22,10 +22,13 @@ MOST_MODULES = 25
 CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
-PRODUCT_LINES = 119_600
+PRODUCT_LINES = 119_177
 """The most lines of the product, generated code left out. It only falls, or the commit names what pays for more."""
 TEST_LINES = 83_500
 """The most lines under tests/, without the simulation and the doubles."""
+
+GENERATED = ("meshrl.client.sync",)
+"""Modules that a script of this repository writes, and a test compares with what it writes."""
 
 MOST_PARTS = 8
 """Parameters of a constructor. Plain data, dataclasses, may have more fields."""
@@ -53,7 +56,7 @@ PLUGINS = (
 
 
 def modules() -> dict[str, Path]:
-    """Name to file of every module of the product, generated code left out."""
+    """Name to file of every module of the product, generated protos left out."""
     found: dict[str, Path] = {}
     for room in ROOMS:
         for path in Path(room, "meshrl").rglob("*.py"):
@@ -80,10 +83,11 @@ def package_of(name: str) -> str:
 
 
 def lines_of(files: Mapping[str, Path]) -> Counter[str]:
-    """Package to lines."""
+    """Package to lines, generated code left out."""
     counted: Counter[str] = Counter()
     for name, path in files.items():
-        counted[package_of(name)] += _length(path)
+        if name not in GENERATED:
+            counted[package_of(name)] += _length(path)
     return counted
 
 
