@@ -224,7 +224,17 @@ def trainers(policy: Policy, prompt: Sequence[int], answer: Response) -> np.ndar
     return said
 
 
-@pytest.mark.parametrize("family", [*TEXT, "Qwen3_5", "Qwen3_5Moe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "Qwen3Next",
+        "Qwen3_5Moe",
+        *(
+            pytest.param(each, marks=pytest.mark.nightly)
+            for each in ("Qwen3_5", "Qwen3_5Text", "Qwen3_5MoeText")
+        ),
+    ],
+)
 async def test_what_the_trainer_publishes_is_loaded_and_served_by_disk_and_by_gloo(
     family: str, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,6 +230,7 @@ def test_buckets_are_those_of_the_receiver_and_every_tensor_is_aligned(
 
 
 @pytest.mark.vllm
+@pytest.mark.nightly
 @pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="no vLLM here: `make venv-vllm`")
 def test_vllms_own_packing_cuts_the_same_buckets() -> None:
     random = np.random.default_rng(0)
