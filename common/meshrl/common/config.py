@@ -190,5 +190,14 @@ def _as_words(values: object) -> object:
     return {**values, **numbers}
 
 
-Environment = Annotated[dict[str, str], BeforeValidator(_as_words)]
+def _check_variables(values: dict[str, str]) -> dict[str, str]:
+    for name, value in values.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"{name!r:.60}: a variable has a name without = and no zero byte")
+    return values
+
+
+Environment = Annotated[
+    dict[str, str], BeforeValidator(_as_words), AfterValidator(_check_variables)
+]
 """Variables of a process; a number stands for its digits."""

@@ -132,7 +132,12 @@ def test_every_key_that_harbor_documents_is_played_or_known_to_change_nothing(
         ("[verifier]\nenv = { KEY = '${OPENAI_API_KEY}' }", "verifier.env.KEY: "),
         ("[verifier.environment]\ncpus = 1", "verifier.environment: "),
         ("[agent]\nuser = 'agent'", "agent.user: 'agent' is not supported"),
-        ("artifacts = ['logs']", "artifacts: 'logs', want absolute paths below /"),
+        ("artifacts = ['logs']", "artifacts: 'logs', want an absolute path"),
+        ("artifacts = ['/app/../..']", "artifacts: '/app/../..', want an absolute path"),
+        ("[verifier]\nenvironment_mode = 'separate'", "artifacts: none"),
+        ("[environment]\nworkdir = 'app'", "environment.workdir: 'app', want an absolute path"),
+        ("[environment.env]\n'A=B' = 'c'", "environment.env: 'A=B': a variable has"),
+        ('[verifier.env]\nA = "a\\u0000"', "verifier.env: 'A': a variable has"),
         ("environment = 3", "environment: Input should be a valid dictionary"),
     ],
 )
@@ -145,6 +150,12 @@ def test_a_task_that_cannot_be_played_is_one_line_with_file_and_key(
     assert refused.value.message.startswith(str(folder / "task.toml"))
     assert wants in refused.value.message
     assert "\n" not in refused.value.message
+
+
+def test_a_task_without_an_instruction_is_refused(tmp_path: Path) -> None:
+    (task(tmp_path / "bad") / "instruction.md").write_text("\n")
+    with pytest.raises(UserError, match=r"instruction\.md: no text"):
+        list(file_rows([tmp_path]))
 
 
 @pytest.mark.parametrize("name", ["instruction.md", "tests/test.sh", "environment/Dockerfile"])
@@ -240,6 +251,8 @@ def test_a_row_of_swe_bench_names_its_image_and_its_tests(tmp_path: Path) -> Non
         ({"image_name": 3}, "image_name: 3, want text"),
         ({"problem_statement": " "}, "problem_statement: no text"),
         ({"snapshot": "absent.tar"}, "no such file"),
+        ({"test_patch": "test_a.py"}, "test_patch: 'test_a.py', want what `git diff` writes"),
+        ({"workdir": "/"}, "workdir: '/', want an absolute path below /"),
         ({"FAIL_TO_PASS": ["../test_a.py::test"]}, "want files of tests below the repository"),
     ],
 )

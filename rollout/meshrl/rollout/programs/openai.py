@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from meshrl.common.config import Config as BaseConfig
-from meshrl.common.config import read_options
+from meshrl.common.config import Environment, read_options
 from meshrl.common.user_functions import check_function
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Outcome, PostedReward, Task, Uid
@@ -74,7 +74,7 @@ class Config(SessionConfig):
     the task on stdin."""
     external: bool = False
     """Agents are external: `POST /v1/sessions` gives them a waiting row."""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
     """Additional environment variables of `command`."""
     cwd: Path | None = None
     """Working directory of `command`."""

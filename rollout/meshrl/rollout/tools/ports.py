@@ -9,7 +9,7 @@ from typing import Literal, Protocol, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from meshrl.common.config import Config, Machine
+from meshrl.common.config import Config, Environment, Machine
 from meshrl.contract.types import Json, Task, Uid
 
 NO_PICTURE = "[image]"
@@ -148,7 +148,7 @@ class ToolConfig(Config):
     """The name under which the policy calls a function, `python` or `search`; empty: its own name."""
     only: list[str] = Field(default_factory=list)
     """Names of the server's tools that the policy may call; empty: all."""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
     """Environment of `command`; it also has PATH, HOME and the like, and nothing else of the worker's."""
     cwd: str | None = None
     """Directory of `command`."""

@@ -6,6 +6,7 @@ order of names. Format: https://www.harborframework.com/docs/tasks
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
-from meshrl.common.container_tasks import KEY, ContainerTask
+from meshrl.common.config import Environment
+from meshrl.common.container_tasks import (
+    KEY,
+    AbsolutePath,
+    ContainerTask,
+    path_below_root,
+)
 from meshrl.contract.errors import UserError
 
 MIB = 1 << 20
@@ -27,12 +34,12 @@ class _Section(BaseModel):
 
 
 class _Environment(_Section):
-    docker_image: str | None = None
-    workdir: str | None = None
+    docker_image: str = ""
+    workdir: AbsolutePath = ""
     cpus: PositiveFloat | None = None
     memory_mb: PositiveFloat | None = None
     storage_mb: PositiveFloat | None = None
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
 
 
 class _Agent(_Section):
@@ -41,7 +48,7 @@ class _Agent(_Section):
 
 class _Verifier(_Section):
     timeout_sec: PositiveFloat = 600.0
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
     environment_mode: str | None = None
 
 
@@ -101,7 +108,8 @@ def _row(folder: Path) -> dict[str, Any]:
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         where = ".".join(map(str, fault["loc"]))
-        raise UserError(f"{file}: {where}: {fault['msg']}, got {fault['input']!r:.60}") from error
+        told = fault["msg"].removeprefix("Value error, ")
+        raise UserError(f"{file}: {where}: {told}, got {fault['input']!r:.60}") from error
     except (ValueError, OSError) as error:
         raise UserError(f"{file}: {error}") from error
     for key, played in _REFUSED.items():
@@ -121,6 +129,8 @@ def _row(folder: Path) -> dict[str, Any]:
         instruction = (folder / "instruction.md").read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{folder / 'instruction.md'}: {error}") from error
+    if not instruction:
+        raise UserError(f"{folder / 'instruction.md'}: no text, and a task needs one")
     return {
         "prompt": [{"role": "user", "content": instruction}],
         "data_source": "harbor",
@@ -138,21 +148,27 @@ def _container(folder: Path, task: _Task) -> ContainerTask:
                     " not get; want the value itself"
                 )
     build = folder / "environment"
-    if environment.docker_image is None and not (build / "Dockerfile").is_file():
+    if not environment.docker_image and not (build / "Dockerfile").is_file():
         raise UserError(
             f"{file}: environment.docker_image: no image, and no {build / 'Dockerfile'}; want one of them"
         )
     artifacts = [each if isinstance(each, str) else each.source for each in task.artifacts]
     for source in artifacts:
-        if not source.startswith("/") or source.strip("/") in ("", "."):
-            raise UserError(f"{file}: artifacts: {source!r:.60}, want absolute paths below /")
+        try:
+            path_below_root(source)
+        except ValueError as error:
+            raise UserError(f"{file}: artifacts: {error}") from error
     separate = verifier.environment_mode == "separate"
+    if separate and not artifacts:
+        raise UserError(
+            f"{file}: artifacts: none, and tests in a container of their own get nothing else"
+        )
     own = separate and (folder / "tests/Dockerfile").exists()
     return ContainerTask(
         name=folder.name,
-        image=environment.docker_image or "",
+        image=environment.docker_image,
         build="" if environment.docker_image else str(build),
-        workdir=environment.workdir or "",
+        workdir=environment.workdir,
         variables=environment.env,
         cpus=environment.cpus,
         memory_bytes=_bytes(environment.memory_mb),
@@ -168,4 +184,4 @@ def _container(folder: Path, task: _Task) -> ContainerTask:
 
 
 def _bytes(mib: float | None) -> int | None:
-    return None if mib is None else round(mib * MIB)
+    return None if mib is None else math.ceil(mib * MIB)

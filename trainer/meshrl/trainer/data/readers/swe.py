@@ -21,17 +21,21 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.common import plugins
-from meshrl.common.container_tasks import KEY, ContainerTask
+from meshrl.common.container_tasks import KEY, ContainerTask, path_below_root
 from meshrl.contract.errors import UserError
 
 READERS = "meshrl.trainer.data.readers"
 COMMAND = "python -m pytest -rA -p no:cacheprovider"
 PATCHED = re.compile(r"^(?:--- a|\+\+\+ b)/(\S+)", re.MULTILINE)
+PATCH = re.compile(r"^(---|\+\+\+|diff --git) ", re.MULTILINE)
 IMAGES = ("image_name", "docker_image", "image")
 TEST = """#!/bin/bash
 # Runs the files of the tests, and counts names whose test has passed.
-patched=1
-[ ! -s /tests/test.patch ] || patch -p1 --forward --batch < /tests/test.patch || patched=0
+apply() {{ patch -p1 --batch "$@" < /tests/test.patch 2>&1; }}
+if [ -s /tests/test.patch ] && ! said=$(apply --forward) && ! apply -R --dry-run > /dev/null; then
+    echo "test_patch cannot be applied: ${{said##*$'\\n'}}" > /logs/verifier/reward.txt
+    exit
+fi
 mapfile -t files < /tests/files
 {command} "${{files[@]}}" > /logs/verifier/test-stdout.txt 2>&1
 share() {{
@@ -47,7 +51,7 @@ read -r kept to_keep <<< "$(share /tests/pass_to_pass)"
 reward=0
 [ "$fixed" = "$to_fix" ] && [ "$kept" = "$to_keep" ] && reward=1
 echo "{{\\"reward\\": $reward, \\"fixed\\": $fixed, \\"to_fix\\": $to_fix, \\"kept\\": $kept,\\
- \\"to_keep\\": $to_keep, \\"patched\\": $patched}}" > /logs/verifier/reward.json
+ \\"to_keep\\": $to_keep}}" > /logs/verifier/reward.json
 """
 
 
@@ -68,9 +72,14 @@ def _row(path: Path, where: str, values: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"{where}: no image; want one of {', '.join(IMAGES)}")
     if snapshot and not (path.parent / snapshot).is_file():
         raise UserError(f"{where}: snapshot: {path.parent / snapshot}: no such file")
-    workdir = _text(values, "workdir", where) or "/testbed"
+    try:
+        workdir = path_below_root(_text(values, "workdir", where) or "/testbed")
+    except ValueError as error:
+        raise UserError(f"{where}: workdir: {error}") from error
     command = _text(values, "test_command", where) or COMMAND
     patch = _text(values, "test_patch", where)
+    if patch.strip() and not PATCH.search(patch):
+        raise UserError(f"{where}: test_patch: {patch!r:.60}, want what `git diff` writes")
     files = sorted({name.partition("::")[0] for name in (*fixed, *kept)})
     tests = sorted({*files, *PATCHED.findall(patch)})
     if outside := [name for name in tests if name.startswith("/") or ".." in Path(name).parts]:
