@@ -234,6 +234,7 @@ async def test_the_reward_is_a_file_or_the_exit_code(
         ("echo passed > /logs/verifier/reward.txt", "could not convert"),
         ("echo '[1]' > /logs/verifier/reward.json", "want an object with reward"),
         ("echo '{\"a\": 1}' > /logs/verifier/reward.json", "want an object with reward"),
+        ("head -c 70000 /dev/zero > /logs/verifier/reward.txt", "longer than 65536 bytes"),
     ],
 )
 async def test_a_reward_that_is_none_is_a_fault_that_names_the_task(
@@ -287,6 +288,27 @@ async def test_a_reward_is_not_had_by(tmp_path: Path, name: str, toml: str) -> N
     folder = harbor(tmp_path / "task", toml)
     _, score = await worked(folder, "echo 41 > answer", ATTACKS[name])
     assert score == 0.0
+
+
+DEEP = "import os; os.makedirs('/tests'); os.chdir('/tests')\nfor _ in range(1200): os.mkdir('d'); os.chdir('d')"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rm -rf /logs; touch /logs",
+        "rm -rf /logs; ln -s /proc/self/task /logs",
+        "cat /dev/zero > /big",
+        f'python3 -c "{DEEP}"',
+    ],
+)
+async def test_an_agent_that_leaves_no_place_for_the_tests_scores_0(
+    tmp_path: Path, command: str
+) -> None:
+    toml, test = f"[environment]\nstorage_mb = 8\n{TOML}", "#!/bin/sh\nexit 0\n"
+    [row] = file_rows([harbor(tmp_path / "task", toml, test)])
+    _, reward = await play(row.values["extra_info"], [bash(command), DONE])
+    assert reward == PostedReward(score=0.0, components={"tests_refused": 1.0, "calls": 1.0})
 
 
 async def test_no_library_of_the_policy_is_loaded_before_others(tmp_path: Path) -> None:
@@ -422,6 +444,20 @@ async def test_tests_that_failed_must_pass_and_the_others_still(
     _, reward = await play(extra_info, [bash(command), DONE], root="")
     assert reward.score == score
     assert (reward.components["fixed"], reward.components["kept"]) == (fixed, kept)
+
+
+async def test_a_patch_that_does_not_fit_is_a_fault_and_one_that_is_there_is_none(
+    tmp_path: Path,
+) -> None:
+    extra_info = swe(tmp_path)
+    files = extra_info[KEY]["test_files"]
+    files["runner"] = "print('PASSED test_sums.py::test_add\\nPASSED test_sums.py::test_zero[0]')"
+    files["test.patch"] = "--- a/sums.py\n+++ b/sums.py\n@@ -1 +1 @@\n-other\n+text\n"
+    with pytest.raises(UserError, match=r"sums-1: .*test_patch cannot be applied: 1 out"):
+        await play(extra_info, [DONE], root="")
+    files["test.patch"] = "--- a/sums.py\n+++ b/sums.py\n@@ -1 +1 @@\n-x\n+def add(a, b):\n"
+    _, reward = await play(extra_info, [DONE], root="")
+    assert reward.score == 1.0
 
 
 def test_a_row_without_a_task_is_told_before_the_start() -> None:

@@ -145,11 +145,10 @@ def _entered(form: str, parent: int, request: dict[str, Any]) -> int:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             code = FORMS[form](request)
-        except FileNotFoundError as error:
+        except (RefusedError, OSError, RecursionError, tarfile.TarError) as error:
             os.write(2, str(error).encode(errors="replace"))
-            code = NOT_FOUND
-        except (RefusedError, OSError, tarfile.TarError) as error:
-            os.write(2, str(error).encode(errors="replace"))
+            if form == "get" and isinstance(error, FileNotFoundError):
+                code = NOT_FOUND
         finally:
             os._exit(code)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])

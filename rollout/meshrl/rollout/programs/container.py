@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from meshrl.common.config import read_options
 from meshrl.common.container_tasks import KEY, ContainerTask
@@ -94,21 +94,16 @@ def build(options: Mapping[str, object], *, gateway: Gateway | None, boxes: Pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workspace:
-    """The shell of a box begins there."""
-
-    folder: str
-    variables: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """A row at work in its box."""
 
     task: Task
     uid: Uid
+    told: ContainerTask
     box: Box
-    place: Workspace
+    folder: str
+    """The agent and the tests begin there."""
+    variables: Mapping[str, str]
     time_s: float
     """Seconds that the agent has, from now on."""
 
@@ -132,27 +127,25 @@ class BoxedProgram(Program):
     ) -> Rollout:
         """One row."""
         told = _told(task.extra_info)
-        async with self._opened(told, uid) as (box, place):
-            time_s = min(told.agent_s or math.inf, self._boxes.limits.time_s)
-            async with self._online(box, place) as online:
-                work = Work(task=task, uid=uid, box=box, place=online, time_s=time_s)
-                worked = await self.work(work, engine, tokenizer)
-            await box.stop_processes()
+        async with self._opened(told, task, uid) as work:
+            async with self._online(work) as online:
+                worked = await self.work(online, engine, tokenizer)
+            await work.box.stop_processes()
             if not told.separate:
-                return _scored(worked, await _reward(box, told, place))
-            artifacts = await _packed(box, told)
+                return _scored(worked, await _reward(work))
+            artifacts = await _packed(work.box, told)
         if artifacts is None:
             return _scored(worked, PostedReward(score=0.0))
         if told.tests_build:
             own = {"image": "", "build": told.tests_build, "workdir": "", "unpack": {}}
             told = told.model_copy(update=own)
-        async with self._opened(told, uid) as (box, place):
-            if not await _unpacked(box, told, artifacts):
+        async with self._opened(told, task, uid) as work:
+            if not await _unpacked(work.box, told, artifacts):
                 return _scored(worked, PostedReward(score=0.0))
-            return _scored(worked, await _reward(box, told, place))
+            return _scored(worked, await _reward(work))
 
     @asynccontextmanager
-    async def _opened(self, told: ContainerTask, uid: Uid) -> AsyncIterator[tuple[Box, Workspace]]:
+    async def _opened(self, told: ContainerTask, task: Task, uid: Uid) -> AsyncIterator[Work]:
         """A box with the task's files."""
         file = Dockerfile(Path(told.build)) if told.build else None
         folder = told.workdir or (file.workdir if file else "/")
@@ -175,16 +168,24 @@ class BoxedProgram(Program):
                 )
                 await _do(box, f"{unpack} && rm {PACKED}", f"{told.name}: {source}")
             await _do(box, f"mkdir -p {shlex.quote(folder)} /logs/agent", told.name)
-            yield box, Workspace(folder=folder, variables=variables)
+            yield Work(
+                task=task,
+                uid=uid,
+                told=told,
+                box=box,
+                folder=folder,
+                variables=variables,
+                time_s=min(told.agent_s or math.inf, own.time_s),
+            )
 
     @asynccontextmanager
-    async def _online(self, box: Box, place: Workspace) -> AsyncIterator[Workspace]:
-        """The place of an agent, which may reach the recipe's hosts; its tests may not."""
+    async def _online(self, work: Work) -> AsyncIterator[Work]:
+        """The work of an agent, which may reach the recipe's hosts; its tests may not."""
         if not (hosts := self._boxes.limits.hosts):
-            yield place
+            yield work
             return
-        async with HostProxy(hosts).serving(await box.listen()) as variables:
-            yield replace(place, variables={**place.variables, **variables})
+        async with HostProxy(hosts).serving(await work.box.listen()) as variables:
+            yield replace(work, variables={**work.variables, **variables})
 
     def _image(self, told: ContainerTask) -> Image:
         if self._root or told.image:
@@ -221,8 +222,8 @@ class ContainerProgram(BoxedProgram):
         self, work: Work, engine: Generator, tokenizer: Tokenizer
     ) -> tuple[Rollout, Mapping[str, float]]:
         """Turns with the tool."""
-        place, until = work.place, time.monotonic() + work.time_s
-        shell = Shell(work.box, place.folder, place.variables, self._config.call_s, until)
+        until = time.monotonic() + work.time_s
+        shell = Shell(work.box, work.folder, work.variables, self._config.call_s, until)
         self._bash.shells[work.uid] = shell
         try:
             rollout = await self._tools(work.task, work.uid, engine, tokenizer)
@@ -238,12 +239,7 @@ def _told(extra_info: Mapping[str, Any]) -> ContainerTask:
         raise UserError(
             f"extra_info.{KEY} is {given!r:.40}; want a task: a folder in Harbor's format, or data.reader: swe"
         )
-    try:
-        return ContainerTask.model_validate(given)
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        where = ".".join(map(str, (KEY, *fault["loc"])))
-        raise UserError(f"extra_info.{where}: {fault['msg']}") from error
+    return read_options(ContainerTask, given, where=f"extra_info.{KEY}")
 
 
 def _scored(worked: tuple[Rollout, Mapping[str, float]], reward: PostedReward) -> Rollout:
@@ -252,23 +248,23 @@ def _scored(worked: tuple[Rollout, Mapping[str, float]], reward: PostedReward) -
     return replace(rollout, columns={**rollout.columns, POSTED_REWARD: column})
 
 
-async def _reward(box: Box, told: ContainerTask, place: Workspace) -> PostedReward:
+async def _reward(work: Work) -> PostedReward:
     """Put the tests in, run them, and read the reward.
 
     Raises:
         UserError: the tests write no reward; names their task.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder)
-        tests = await asyncio.to_thread(_make_tests, made, told)
-        # The folder is replaced, whatever the policy made of it, and without a program of the box's.
-        for source, target in ((made / "empty", LOGS), (tests, TESTS), (made / "none", PRELOADED)):
-            await box.put(source, target)
+    box, told = work.box, work.told
+    try:
+        await _put_tests(box, told)
+    except UserError as error:
+        log.info("%s: scored 0, the agent left no place for its tests: %s", told.name, error)
+        return PostedReward(score=0.0, components={"tests_refused": 1.0})
     done = await box.run(
         ["/bin/sh", "-c", f"chmod +x {TESTS}/test.sh; exec {TESTS}/test.sh"],
         timeout_s=told.tests_s,
-        folder=place.folder,
-        variables={**place.variables, **CLEAN, **told.test_variables},
+        folder=work.folder,
+        variables={**work.variables, **CLEAN, **told.test_variables},
     )
     await box.stop_processes()
     if done.timed_out:
@@ -276,16 +272,24 @@ async def _reward(box: Box, told: ContainerTask, place: Workspace) -> PostedRewa
     for name, read in (("reward.json", _numbers), ("reward.txt", float)):
         file = f"{LOGS}/{name}"
         try:
-            text = await box.get(file, REWARD_BYTES)
+            reward = posted(read(await box.get(file, REWARD_BYTES)))
         except NotFoundError:
             continue
-        try:
-            reward = posted(read(text))
         except (UserError, ValueError, RecursionError) as error:
             raise UserError(f"the tests of {told.name}: {file}: {error}") from error
         assert reward is not None
         return reward
     return PostedReward(score=float(done.exit_code == 0))
+
+
+async def _put_tests(box: Box, told: ContainerTask) -> None:
+    """Raises UserError where the box does not take them."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder)
+        tests = await asyncio.to_thread(_make_tests, made, told)
+        # The folder is replaced, whatever the policy made of it, and without a program of the box's.
+        for source, target in ((made / "empty", LOGS), (tests, TESTS), (made / "none", PRELOADED)):
+            await box.put(source, target)
 
 
 def _make_tests(made: Path, told: ContainerTask) -> Path:

@@ -19,7 +19,7 @@ from typing import Literal
 from pydantic import Field
 from typing_extensions import override
 
-from meshrl.common.config import read_options
+from meshrl.common.config import Environment, read_options
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Json
 from meshrl.rollout.agents.agent import Agent, AgentError, Led
@@ -51,7 +51,7 @@ class Config(SessionConfig):
     command: list[str] = Field(min_length=1)
     """A program of the container and its arguments, run for each row in the task's folder with OPENAI_BASE_URL,
     OPENAI_API_KEY, the same of ANTHROPIC, INSTRUCTION, and the task as JSON on stdin."""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
     """Additional environment variables of `command`."""
     root: str = ""
     """An image in place of each task's own, as for the program `container`."""
@@ -110,9 +110,9 @@ class BoxAgent(Agent):
                 self._config.command,
                 timeout_s=work.time_s,
                 stdin=json.dumps(shown).encode() + b"\n",
-                folder=work.place.folder,
+                folder=work.folder,
                 variables={
-                    **work.place.variables,
+                    **work.variables,
                     **_instruction(shown),
                     **self._config.env,
                     **inside.environment,
