@@ -355,9 +355,23 @@ async def test_the_container_of_the_tests_may_have_a_dockerfile_of_its_own(tmp_p
     assert (await worked(folder, "ls -d /srv/tools"))[1] == 1.0
 
 
+async def test_variables_of_a_dockerfile_have_their_values_in_later_steps(tmp_path: Path) -> None:
+    folder = harbor(tmp_path / "task")
+    (folder / "environment/Dockerfile").write_text(
+        "FROM debian:12\nENV TOOLS=/opt/tools\nWORKDIR ${TOOLS}/bin\nCOPY note.txt $TOOLS/bin/\n"
+        'RUN printf "#!/bin/sh\\necho tool" > tool; chmod +x tool\n'
+        'ENV PATH="${TOOLS}/bin:$PATH" NONE=$NONE WORDS="a $TOOLS"\n'
+    )
+    seen, _ = await worked(folder, "pwd; ls; tool; echo [$NONE] $WORDS")
+    assert seen == ["/opt/tools/bin\nnote.txt\ntool\ntool\n[] a /opt/tools"]
+
+
 @pytest.mark.parametrize(
     ("line", "wants"),
     [
+        ("ENV A=${B:-c}", r"Dockerfile:2: ENV .*want variables as \$NAME"),
+        ("ENV A='$B'", r"Dockerfile:2: ENV .*want variables as \$NAME"),
+        ("ENV A='b", r"Dockerfile:2: ENV A='b: No closing quotation"),
         ("ADD x /x", r"Dockerfile:2: ADD is done by a build only"),
         ("COPY --from=a x /x", r"Dockerfile:2: COPY .*want names of files"),
         ("COPY absent /x", r"Dockerfile:2: COPY absent: no such file"),

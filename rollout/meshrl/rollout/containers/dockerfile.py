@@ -6,17 +6,21 @@ runs commands. They are done for each row anew: what takes long belongs into the
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from meshrl.contract.errors import UserError
-from meshrl.rollout.containers.box import Box
+from meshrl.rollout.containers.box import VARIABLES, Box
 
 IGNORED = ("FROM", "LABEL", "CMD", "ENTRYPOINT", "EXPOSE", "MAINTAINER", "SHELL")
 STEP_S = 600.0
 COPIED = "/.copied"
 """A folder that is copied lies there before it is merged with its target."""
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+QUOTED_DOLLAR = re.compile(r"\\\$|'[^']*\$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,19 @@ class Step:
     """`file:line`."""
     name: str
     rest: str
+
+    def words(self, variables: Mapping[str, str]) -> list[str]:
+        """The words after its name, with the values of variables. Raises UserError."""
+        try:
+            words = shlex.split(self.rest)
+        except ValueError as error:
+            raise UserError(f"{self.where}: {self.name} {self.rest}: {error}") from error
+        if QUOTED_DOLLAR.search(self.rest) or any("$" in VARIABLE.sub("", word) for word in words):
+            raise UserError(
+                f"{self.where}: {self.name} {self.rest}: want variables as $NAME or ${{NAME}}"
+            )
+        known = {**VARIABLES, **variables}
+        return [VARIABLE.sub(lambda m: known.get(m[1] or m[2], ""), word) for word in words]
 
 
 class Dockerfile:
@@ -56,15 +73,17 @@ class Dockerfile:
 
     @property
     def workdir(self) -> str:
-        """The last WORKDIR; `/` where there is none."""
+        """The last WORKDIR; `/` where there is none. Raises UserError: only a build knows it."""
         found = PurePosixPath("/")
         for step in self.steps:
             if step.name == "WORKDIR":
+                if "$" in step.rest:
+                    raise UserError(f"{step.where}: WORKDIR {step.rest}: want it as workdir, too")
                 found /= step.rest
         return str(found)
 
-    async def replay(self, box: Box) -> dict[str, str]:
-        """Do the steps in `box`; the variables that they set.
+    async def replay(self, box: Box) -> tuple[str, dict[str, str]]:
+        """Do the steps in `box`; the folder and the variables that they set.
 
         Raises:
             UserError: an instruction that is not done here, or a command that fails; names file and line.
@@ -74,12 +93,12 @@ class Dockerfile:
         for step in self.steps:
             match step.name:
                 case "WORKDIR":
-                    folder /= step.rest
+                    folder /= " ".join(step.words(variables))
                     await _run(box, step, f"mkdir -p {shlex.quote(str(folder))}", "/", {})
                 case "ENV":
-                    variables |= _variables(step)
+                    variables |= _set_by(step.words(variables))
                 case "COPY":
-                    await self._copy(box, step, folder)
+                    await self._copy(box, step.words(variables), step, folder)
                 case "RUN":
                     await _run(box, step, step.rest, str(folder), variables)
                 case name if name not in IGNORED:
@@ -87,10 +106,15 @@ class Dockerfile:
                         f"{step.where}: {name} is done by a build only; want WORKDIR, ENV, COPY and RUN, or the"
                         " backend podman"
                     )
-        return variables
+        return str(folder), variables
 
-    async def _copy(self, box: Box, step: Step, folder: PurePosixPath) -> None:
-        words = shlex.split(step.rest)
+    async def _copy(
+        self,
+        box: Box,
+        words: list[str],
+        step: Step,
+        folder: PurePosixPath,
+    ) -> None:
         if len(words) < 2 or any(word.startswith("--") or "*" in word for word in words):
             raise UserError(f"{step.where}: COPY {step.rest}: want names of files, and one target")
         *sources, target = words
@@ -122,8 +146,8 @@ async def _run(box: Box, step: Step, script: str, folder: str, variables: dict[s
         raise UserError(f"{step.where}: {step.name} ended with exit code {done.exit_code}: {said}")
 
 
-def _variables(step: Step) -> dict[str, str]:
-    words = shlex.split(step.rest)
+def _set_by(words: list[str]) -> dict[str, str]:
+    """The variables of an ENV."""
     if words and "=" not in words[0]:  # its old form: ENV NAME value
         return {words[0]: " ".join(words[1:])}
     return {name: value for name, _, value in (word.partition("=") for word in words)}

@@ -147,8 +147,6 @@ class BoxedProgram(Program):
     @asynccontextmanager
     async def _opened(self, told: ContainerTask, task: Task, uid: Uid) -> AsyncIterator[Work]:
         """A box with the task's files."""
-        file = Dockerfile(Path(told.build)) if told.build else None
-        folder = told.workdir or (file.workdir if file else "/")
         own = self._boxes.limits
         limits = own.model_copy(
             update={
@@ -158,9 +156,13 @@ class BoxedProgram(Program):
             }
         )
         async with self._boxes.box(self._image(told), row=str(uid), limits=limits) as box:
-            variables = dict(told.variables)
-            if self._root and file is not None:
-                variables = await file.replay(box) | variables
+            folder, variables = told.workdir, dict(told.variables)
+            if told.build and self._root:
+                set_folder, set_variables = await Dockerfile(Path(told.build)).replay(box)
+                folder, variables = folder or set_folder, set_variables | variables
+            elif told.build and not folder:
+                folder = Dockerfile(Path(told.build)).workdir
+            folder = folder or "/"
             for target, source in told.unpack.items():
                 await box.put(Path(source), PACKED)
                 unpack = (
