@@ -161,24 +161,6 @@ def open_files() -> int:
     return len([*Path("/proc/self/fd").iterdir()])
 
 
-def processes_of(store: Path) -> list[int]:
-    """Processes of boxes whose images are in `store`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if f"{store}/mounted".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue  # it has ended
-    return found
-
-
-def left_of(store: Path) -> list[str]:
-    """Mounts and files of boxes."""
-    mounts = [line for line in Path("/proc/mounts").read_text().splitlines() if str(store) in line]
-    return mounts + [path.name for path in (store / "mounted").iterdir()]
-
-
 async def shell(box: Box, script: str, timeout_s: float = 60.0) -> tuple[int, str]:
     finished = await box.run(["sh", "-c", script], timeout_s=timeout_s)
     return finished.exit_code, finished.output.decode()
@@ -532,39 +514,6 @@ async def test_bad_images_are_told_in_one_line(tmp_path: Path) -> None:
         read_options(
             ContainersConfig, {"limits": {"hosts": ["127.0.0.1"]}}, where="rollout.containers"
         )
-
-
-OWNER = """
-import asyncio, sys
-from pathlib import Path
-from meshrl.rollout.config import ContainersConfig
-from meshrl.rollout.containers.box import BoxLimits, Image
-from meshrl.rollout.containers.bubblewrap import Bubblewrap
-
-async def main():
-    backend, image = Bubblewrap(Path(sys.argv[1])), Image(name="host")
-    await backend.prepare(image)
-    boxes = [await backend.start(image, BoxLimits(), row=str(n)) for n in range(int(sys.argv[2]))]
-    calls = [box.run(["sh", "-c", "setsid sleep 1000 & sleep 1000"], timeout_s=1000) for box in boxes]
-    print("began", flush=True)
-    await asyncio.gather(*calls)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-async def test_boxes_die_with_their_worker_however_it_ends(number: int) -> None:
-    store = STORE.with_name(f"{STORE.name}-owned-{number}")
-    command = [sys.executable, "-c", OWNER, str(store), "5"]
-    worker = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    assert worker.stdout is not None
-    assert await worker.stdout.readline() == b"began\n"
-    assert len(processes_of(store)) >= 10  # bubblewrap twice in each
-    worker.send_signal(number)
-    await worker.wait()
-    await until(lambda: not processes_of(store))
-    assert left_of(store) == []
 
 
 @pytest.mark.parametrize("kind", ["podman", "docker"])

@@ -214,7 +214,7 @@ class Backend(Protocol):
     """A starter of boxes: a module of `meshrl.rollout.containers`."""
 
     async def prepare(self, image: Image) -> None:
-        """Fetch, build or unpack an image, so that boxes start at once; idempotent.
+        """Fetch, build or unpack an image, so that boxes start at once; called once for each.
 
         Raises:
             ImageError: it cannot be had. The message ends with the last lines of whoever tried.

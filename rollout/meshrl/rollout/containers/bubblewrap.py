@@ -98,8 +98,7 @@ class Bubblewrap:
 
     async def prepare(self, image: Image) -> None:
         """Unpack it. Raises ImageError."""
-        if image not in self._roots:
-            self._roots[image] = await asyncio.to_thread(self._unpacked, image)
+        self._roots[image] = await asyncio.to_thread(self._unpacked, image)
 
     async def start(self, image: Image, limits: BoxLimits, *, row: str) -> BubblewrapBox:
         """A box of a prepared image. Raises ImageError, UnavailableError."""
@@ -316,16 +315,7 @@ class BubblewrapBox:
         if self._over:
             raise self._fault(b"")
         pidfd = os.dup(self._pidfd)  # the box may end meanwhile
-        try:
-            return await asyncio.to_thread(
-                listen_in,
-                pidfd,
-                self.name,
-                user=self._user,
-                namespaces=enter.ENTERED,
-            )
-        finally:
-            os.close(pidfd)
+        return await listen_in(pidfd, self.name, enter.ENTERED, user=self._user)
 
     async def stop_processes(self) -> None:
         """Kill what was started in it. Raises UnavailableError."""

@@ -108,13 +108,7 @@ class Dockerfile:
                     )
         return str(folder), variables
 
-    async def _copy(
-        self,
-        box: Box,
-        words: list[str],
-        step: Step,
-        folder: PurePosixPath,
-    ) -> None:
+    async def _copy(self, box: Box, words: list[str], step: Step, folder: PurePosixPath) -> None:
         if len(words) < 2 or any(word.startswith("--") or "*" in word for word in words):
             raise UserError(f"{step.where}: COPY {step.rest}: want names of files, and one target")
         *sources, target = words

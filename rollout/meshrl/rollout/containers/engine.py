@@ -243,17 +243,7 @@ class EngineBox(CommandBox):
         if not await self.runs():
             raise self.gone()
         pid = int(self._container.attrs["State"]["Pid"])
-        pidfd = os.pidfd_open(pid)
-        try:
-            return await asyncio.to_thread(
-                listen_in,
-                pidfd,
-                self.name,
-                user=None,
-                namespaces=_network_of(pid),
-            )
-        finally:
-            os.close(pidfd)
+        return await listen_in(os.pidfd_open(pid), self.name, _network_of(pid), user=None)
 
     @override
     async def stop_processes(self) -> None:

@@ -146,8 +146,6 @@ class Kubernetes:
         self._config = config_
         calls = configuration.connection_pool_maxsize
         self._threads = ThreadPoolExecutor(calls, thread_name_prefix="pods")
-        self._connectors: list[client.CoreV1Api] = []
-        self._prepared: set[str] = set()
         self._metadata: dict[str, Any] = {}
         self._inside = False
 
@@ -191,26 +189,21 @@ class Kubernetes:
 
     def connect(self, name: str, script: str) -> Any:
         """The websocket of a command; called in threads. Raises ApiException."""
-        try:
-            api = self._connectors.pop()
-        except IndexError:  # the client exchanges a method while it connects
-            api = client.CoreV1Api(client.ApiClient(self._configuration))
-        try:
-            return stream.stream(
-                api.connect_get_namespaced_pod_exec,
-                name,
-                self.namespace,
-                command=[*BASH, script, "meshrl"],
-                container="box",
-                stdin=True,
-                stdout=True,
-                stderr=False,
-                tty=False,
-                binary=True,
-                _preload_content=False,
-            )
-        finally:
-            self._connectors.append(api)
+        # One for each, as `stream` exchanges a method of it while it connects.
+        api = client.CoreV1Api(client.ApiClient(self._configuration))
+        return stream.stream(
+            api.connect_get_namespaced_pod_exec,
+            name,
+            self.namespace,
+            command=[*BASH, script, "meshrl"],
+            container="box",
+            stdin=True,
+            stdout=True,
+            stderr=False,
+            tty=False,
+            binary=True,
+            _preload_content=False,
+        )
 
     async def prepare(self, image: Image) -> None:
         """Run a box of it once, which pulls it. Raises ImageError, UnavailableError."""
@@ -219,9 +212,7 @@ class Kubernetes:
                 f"{image.build}: a cluster builds no Dockerfile; push its image and name that, or name another one in"
                 " rollout.program_options.root, in which each row does what the Dockerfile says"
             )
-        if image.name not in self._prepared:
-            await (await self.start(image, self._config.limits, row="image")).close()
-            self._prepared.add(image.name)
+        await (await self.start(image, self._config.limits, row="image")).close()
 
     async def start(self, image: Image, limits: BoxLimits, *, row: str) -> PodBox:
         """A pod that runs. Raises ImageError, UnavailableError."""

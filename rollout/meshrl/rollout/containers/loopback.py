@@ -5,6 +5,7 @@ No port of this machine, no file and no key is needed: the kernel delivers a con
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -19,25 +20,33 @@ START_S = 30.0
 """Seconds in which a box starts, or its loopback answers."""
 
 
-def listen_in(pidfd: int, name: str, *, user: int | None, namespaces: int) -> socket.socket:
-    """A socket that listens on the loopback of a box. Blocks for some 50 ms.
+async def listen_in(pidfd: int, name: str, namespaces: int, *, user: int | None) -> socket.socket:
+    """A socket that listens on the loopback of a box.
 
     Args:
-        pidfd: Of a process of the box.
+        pidfd: Of a process of the box; it is closed.
         name: Of the box.
-        user: The user that a worker of root becomes first.
         namespaces: Those of the box that are entered, as setns(2) has them.
+        user: The user that a worker of root becomes first.
 
     Raises:
         UserError: this process has no right to them.
         UnavailableError: the box has ended.
     """
-    request = {"pidfd": pidfd, "user": user, "namespaces": namespaces}
+    request = json.dumps({"pidfd": pidfd, "user": user, "namespaces": namespaces})
+    try:
+        return await asyncio.to_thread(_listen, pidfd, request, name)
+    finally:
+        os.close(pidfd)
+
+
+def _listen(pidfd: int, request: str, name: str) -> socket.socket:
+    """Wait for a process that enters the box, some 50 ms."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         try:
             done = subprocess.run(
-                [*HELPER, "listen", str(os.getpid()), json.dumps(request)],
+                [*HELPER, "listen", str(os.getpid()), request],
                 stdin=theirs.fileno(),
                 capture_output=True,
                 text=True,

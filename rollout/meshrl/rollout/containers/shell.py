@@ -82,12 +82,13 @@ class BashTool(Tool):
     name = "bash"
     description = DESCRIPTION
 
+    parameters: Mapping[str, Json] = {
+        "type": "object",
+        "properties": {"command": {"type": "string", "description": "The command."}},
+        "required": ["command"],
+    }
+
     def __init__(self) -> None:
-        self.parameters: Mapping[str, Json] = {
-            "type": "object",
-            "properties": {"command": {"type": "string", "description": "The command."}},
-            "required": ["command"],
-        }
         self.shells: dict[Uid, Shell] = {}
 
     @override

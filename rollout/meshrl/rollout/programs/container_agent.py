@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
@@ -91,30 +92,30 @@ class ContainerAgentProgram(BoxedProgram):
         return await session(work.task, work.uid, engine, tokenizer), {}
 
 
+@dataclass(frozen=True, slots=True)
 class BoxAgent(Agent):
     """A command in the box of its row."""
 
-    def __init__(self, config: Config, gateway: Gateway, work: Work) -> None:
-        self._config = config
-        self._gateway = gateway
-        self._work = work
+    config: Config
+    gateway: Gateway
+    work: Work
 
     @override
     async def __call__(self, task: Mapping[str, Json], address: Address) -> Led:
         """At the end of its time it is ended, and what it has done is scored."""
-        work = self._work
+        work, config = self.work, self.config
         shown = {name: value for name, value in task.items() if name not in HIDDEN}
         listener = await work.box.listen()
-        async with self._gateway.bound(address, listener) as inside:
+        async with self.gateway.bound(address, listener) as inside:
             done = await work.box.run(
-                self._config.command,
+                config.command,
                 timeout_s=work.time_s,
                 stdin=json.dumps(shown).encode() + b"\n",
                 folder=work.folder,
                 variables={
                     **work.variables,
                     **_instruction(shown),
-                    **self._config.env,
+                    **config.env,
                     **inside.environment,
                 },
             )
@@ -123,7 +124,7 @@ class BoxAgent(Agent):
         elif done.exit_code:
             lines: Sequence[str] = done.output.decode(errors="replace").strip().splitlines()
             said = lines[-1] if lines else ""
-            raise AgentError(f"{self._config.command[0]} ended with {done.exit_code}: {said}")
+            raise AgentError(f"{config.command[0]} ended with {done.exit_code}: {said}")
         return Led()
 
 
