@@ -171,9 +171,7 @@ async def python(box: Box, code: str) -> str:
     return finished.output.decode()
 
 
-async def test_a_command_tells_its_exit_code_and_prints_both_streams_in_order(
-    box: Box,
-) -> None:
+async def test_a_command_tells_its_exit_code_and_prints_both_streams_in_order(box: Box) -> None:
     assert await shell(box, "echo a; echo b >&2; echo c; exit 7") == (7, "a\nb\nc\n")
     assert await shell(box, "kill -TERM $$") == (128 + signal.SIGTERM, "")
     assert await shell(box, "id -u; pwd; hostname") == (0, "0\n/\nbox\n")
@@ -208,9 +206,7 @@ async def test_files_stay_and_so_does_what_runs_in_the_background(box: Box) -> N
     )
 
 
-async def test_a_background_process_may_print_after_its_command_has_ended(
-    box: Box,
-) -> None:
+async def test_a_background_process_may_print_after_its_command_has_ended(box: Box) -> None:
     await shell(box, "(while [ ! -e /tmp/go ]; do :; done; seq 100000; touch /tmp/printed) &")
     await shell(box, "touch /tmp/go")
     await shell(box, "while [ ! -e /tmp/printed ]; do sleep 0.01; done")
@@ -232,9 +228,7 @@ def test_output_that_fits_is_whole_and_a_longer_one_says_how_much_is_missing() -
     assert output.text() == b"abcd\n[... 3 bytes left out ...]\nhijk"
 
 
-async def test_a_command_that_does_not_end_is_ended_with_what_it_started(
-    box: Box,
-) -> None:
+async def test_a_command_that_does_not_end_is_ended_with_what_it_started(box: Box) -> None:
     finished = await box.run(["sh", "-c", "echo began; sleep 1000; echo no"], timeout_s=0.5)
     assert (finished.timed_out, finished.output) == (True, b"began\n")
     assert "(sleep) S" not in (await shell(box, "cat /proc/[0-9]*/stat"))[1]
@@ -268,8 +262,7 @@ async def test_files_and_folders_go_in_and_come_out(box: Box, tmp_path: Path) ->
 
 
 async def test_what_lies_at_the_target_is_replaced_and_no_link_there_is_followed(
-    box: Box,
-    tmp_path: Path,
+    box: Box, tmp_path: Path
 ) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/test.sh").write_text("true")
@@ -318,8 +311,7 @@ async def test_nothing_survives_a_stop_and_files_do(strict: Box) -> None:
 
 
 async def test_boxes_see_nothing_of_each_other_or_of_their_image(
-    backend: Backend,
-    box: Box,
+    backend: Backend, box: Box
 ) -> None:
     other = await backend.start(image_of(backend), LIMITS, row="run/t0/1")
     try:
@@ -335,9 +327,7 @@ async def test_boxes_see_nothing_of_each_other_or_of_their_image(
 
 
 async def test_a_box_knows_no_variable_file_or_process_of_the_machine(
-    box: Box,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHRL_TOKEN", "secret-token")
     (tmp_path / "secret").write_text("secret")

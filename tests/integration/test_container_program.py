@@ -369,6 +369,7 @@ async def test_variables_of_a_dockerfile_have_their_values_in_later_steps(tmp_pa
 @pytest.mark.parametrize(
     ("line", "wants"),
     [
+        ("ENV PATH=/nowhere", "task: its container has no bash for the policy: bash: No such file"),
         ("ENV A=${B:-c}", r"Dockerfile:2: ENV .*want variables as \$NAME"),
         ("ENV A='$B'", r"Dockerfile:2: ENV .*want variables as \$NAME"),
         ("ENV A='b", r"Dockerfile:2: ENV A='b: No closing quotation"),
@@ -460,9 +461,7 @@ async def test_tests_that_failed_must_pass_and_the_others_still(
     assert (reward.components["fixed"], reward.components["kept"]) == (fixed, kept)
 
 
-async def test_a_patch_that_does_not_fit_is_a_fault_and_one_that_is_there_is_none(
-    tmp_path: Path,
-) -> None:
+async def test_a_patch_that_does_not_fit_is_a_fault(tmp_path: Path) -> None:
     extra_info = swe(tmp_path)
     files = extra_info[KEY]["test_files"]
     files["runner"] = "print('PASSED test_sums.py::test_add\\nPASSED test_sums.py::test_zero[0]')"

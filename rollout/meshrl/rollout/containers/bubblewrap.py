@@ -289,11 +289,7 @@ class BubblewrapBox:
             await asyncio.wait({self._ended}, timeout=LOOK_S)
         if said or code < 0 or self._over:
             raise self._fault(said)
-        return Finished(
-            exit_code=code,
-            output=output.text(),
-            timed_out=timed_out,
-        )
+        return Finished(exit_code=code, output=output.text(), timed_out=timed_out)
 
     async def put(self, source: Path, target: str) -> None:
         """Copy a file or a folder. Raises UserError, UnavailableError."""
@@ -347,10 +343,7 @@ class BubblewrapBox:
             own.remove(self._cgroup)
 
     async def _entering(
-        self,
-        form: str,
-        request: Mapping[str, Any],
-        **streams: Any,
+        self, form: str, request: Mapping[str, Any], **streams: Any
     ) -> asyncio.subprocess.Process:
         """A process of `enter.py`. Raises UnavailableError: the box has ended."""
         if self._over:

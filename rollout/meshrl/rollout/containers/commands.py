@@ -113,9 +113,7 @@ class CommandBox(ABC):
         """Remove it, if it is there. Raises UnavailableError."""
 
     async def open(
-        self,
-        creating: Coroutine[Any, Any, T],
-        starting: Callable[[T], Awaitable[None]],
+        self, creating: Coroutine[Any, Any, T], starting: Callable[[T], Awaitable[None]]
     ) -> None:
         """Create and start it. A row that leaves meanwhile waits until it is known what there is to remove."""
         self._created = asyncio.create_task(creating, name=f"box {self.name}")
@@ -239,12 +237,7 @@ class _Command:
     """A command that runs, read by a thread of its own, which lasts as long as anybody can print."""
 
     def __init__(
-        self,
-        box: CommandBox,
-        script: str,
-        words: Sequence[str],
-        stdin: bytes,
-        most: int,
+        self, box: CommandBox, script: str, words: Sequence[str], stdin: bytes, most: int
     ) -> None:
         mark = uuid.uuid4().hex
         self.output = _Marked(most, mark)

@@ -130,10 +130,7 @@ class Dockerfile:
 
 async def _run(box: Box, step: Step, script: str, folder: str, variables: dict[str, str]) -> None:
     done = await box.run(
-        ["/bin/sh", "-c", script],
-        timeout_s=STEP_S,
-        folder=folder,
-        variables=variables,
+        ["/bin/sh", "-c", script], timeout_s=STEP_S, folder=folder, variables=variables
     )
     if done.exit_code != 0:
         said = done.output.decode(errors="replace").strip()[-400:]

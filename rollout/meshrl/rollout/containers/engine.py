@@ -30,14 +30,7 @@ from typing_extensions import override
 from meshrl.common.python_process import PYTHON
 from meshrl.contract.errors import ConfigError, UnavailableError
 from meshrl.rollout.config import ContainersConfig
-from meshrl.rollout.containers.box import (
-    LAST_LINES,
-    BoxLimits,
-    Image,
-    ImageError,
-    is_gone,
-    owner,
-)
+from meshrl.rollout.containers.box import LAST_LINES, BoxLimits, Image, ImageError, is_gone, owner
 from meshrl.rollout.containers.commands import (
     ANSWER_S,
     BASH,
@@ -78,11 +71,7 @@ def build(config: ContainersConfig) -> ContainerEngine:
     if address is None:
         raise ConfigError(f"{where}: no socket at {SOCKETS[config.backend][0]}; set DOCKER_HOST")
     try:
-        engine = ContainerEngine(
-            address,
-            calls=config.boxes + 2 * config.starts,
-            lent=config.lent,
-        )
+        engine = ContainerEngine(address, calls=config.boxes + 2 * config.starts, lent=config.lent)
     except DockerException as error:
         raise ConfigError(f"{where}: {address} does not answer: {error}") from error
     return engine

@@ -27,14 +27,7 @@ from typing_extensions import override
 
 from meshrl.contract.errors import ConfigError, UnavailableError, UserError
 from meshrl.rollout.config import ContainersConfig
-from meshrl.rollout.containers.box import (
-    POD_LABELS,
-    BoxLimits,
-    Image,
-    ImageError,
-    is_gone,
-    owner,
-)
+from meshrl.rollout.containers.box import POD_LABELS, BoxLimits, Image, ImageError, is_gone, owner
 from meshrl.rollout.containers.commands import (
     ANSWER_S,
     BASH,
@@ -133,10 +126,7 @@ class Kubernetes:
     """The backend."""
 
     def __init__(
-        self,
-        configuration: client.Configuration,
-        namespace: str,
-        config_: ContainersConfig,
+        self, configuration: client.Configuration, namespace: str, config_: ContainersConfig
     ) -> None:
         """Ask for nothing yet."""
         self.namespace = namespace
@@ -163,8 +153,7 @@ class Kubernetes:
                 labels[RUN_LABEL] = run
         networking = client.NetworkingV1Api(self.api.api_client)
         policies = networking.list_namespaced_network_policy(
-            self.namespace,
-            _request_timeout=ANSWER_S,
+            self.namespace, _request_timeout=ANSWER_S
         )
         for each in (policy.spec for policy in policies.items):
             closes = set(each.policy_types or ()) == {"Ingress", "Egress"}
@@ -219,9 +208,7 @@ class Kubernetes:
         box = PodBox(self, f"meshrl-box-{uuid.uuid4().hex}", image, limits)
         self.boxes.add(box)
         creating = self.call(
-            self.api.create_namespaced_pod,
-            self.namespace,
-            self._pod(box.name, image, limits, row),
+            self.api.create_namespaced_pod, self.namespace, self._pod(box.name, image, limits, row)
         )
         try:
             await box.open(creating, box.begin)
@@ -373,11 +360,7 @@ class PodBox(CommandBox):
 
     async def _read(self) -> Any:
         cluster = self._cluster
-        return await cluster.call(
-            cluster.api.read_namespaced_pod,
-            self.name,
-            cluster.namespace,
-        )
+        return await cluster.call(cluster.api.read_namespaced_pod, self.name, cluster.namespace)
 
 
 def _label(text: str) -> str:

@@ -77,11 +77,7 @@ class Pool:
     """Gives each row a box of its own; used by one event loop."""
 
     def __init__(
-        self,
-        backend: Backend,
-        config: ContainersConfig,
-        *,
-        wake: Callable[[], None] = lambda: None,
+        self, backend: Backend, config: ContainersConfig, *, wake: Callable[[], None] = lambda: None
     ) -> None:
         """`wake` is called when `most_rows` has grown."""
         self.stats = PoolStats()
@@ -125,11 +121,7 @@ class Pool:
 
     @asynccontextmanager
     async def box(
-        self,
-        image: Image,
-        *,
-        row: str,
-        limits: BoxLimits | None = None,
+        self, image: Image, *, row: str, limits: BoxLimits | None = None
     ) -> AsyncIterator[Box]:
         """A box of `image` for `row`, removed at the end of the block.
 
@@ -170,13 +162,9 @@ class Pool:
     async def _made(self, image: Image) -> None:
         """Wait until an image is there; the first row has it made, for all."""
         making = self._images.get(image)
-        if making is not None and making.task.done() and self._may_work_now(making):
-            making = None
-        if making is None:
-            making = _ImageInTheMaking(
-                asyncio.create_task(self._make(image), name=f"image {image.name}")
-            )
-            self._images[image] = making
+        if making is None or self._may_work_now(making):
+            task = asyncio.create_task(self._make(image), name=f"image {image.name}")
+            making = self._images[image] = _ImageInTheMaking(task)
         if not making.task.done():
             self._waiting[image] += 1
             self.wake()
@@ -188,6 +176,8 @@ class Pool:
 
     def _may_work_now(self, making: _ImageInTheMaking) -> bool:
         """Whether a failure is to be tried again: of the engine at once, of the image after a while."""
+        if not making.task.done():
+            return False
         if making.task.cancelled():
             return True
         error = making.task.exception()

@@ -125,10 +125,7 @@ async def _public_address(name: str) -> str:
     """An IPv4 address of a host. Raises RefusedRequestError: it has none, or one that is not of the internet."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(
-            name,
-            None,
-            family=socket.AF_INET,
-            type=socket.SOCK_STREAM,
+            name, None, family=socket.AF_INET, type=socket.SOCK_STREAM
         )
     except OSError as error:
         raise RefusedRequestError(f"{name} cannot be resolved: {error}") from error

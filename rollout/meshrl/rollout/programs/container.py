@@ -206,9 +206,7 @@ class ContainerProgram(BoxedProgram):
         self._bash = BashTool()
         # Each row has one shell, so that calls of a row follow each other, and rows do not wait for each other.
         offer = ToolOffer(
-            tool=self._bash,
-            timeout_s=config.call_s + HANGS_S,
-            slots=asyncio.Semaphore(1 << 16),
+            tool=self._bash, timeout_s=config.call_s + HANGS_S, slots=asyncio.Semaphore(1 << 16)
         )
         self._tools = ToolProgram(config, [offer])
 
@@ -223,7 +221,12 @@ class ContainerProgram(BoxedProgram):
     async def work(
         self, work: Work, engine: Generator, tokenizer: Tokenizer
     ) -> tuple[Rollout, Mapping[str, float]]:
-        """Turns with the tool."""
+        """Turns with the tool. Raises UserError: its container has no bash."""
+        probe = ["bash", "-c", ":"]
+        tried = await work.box.run(probe, timeout_s=SETUP_S, variables=work.variables)
+        if tried.exit_code != 0:
+            said = tried.output.decode(errors="replace").strip()
+            raise UserError(f"{work.told.name}: its container has no bash for the policy: {said}")
         until = time.monotonic() + work.time_s
         shell = Shell(work.box, work.folder, work.variables, self._config.call_s, until)
         self._bash.shells[work.uid] = shell

@@ -12,15 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
 from meshrl.common.config import Environment
-from meshrl.common.container_tasks import (
-    KEY,
-    AbsolutePath,
-    ContainerTask,
-    path_below_root,
-)
+from meshrl.common.container_tasks import KEY, AbsolutePath, ContainerTask, PathBelowRoot
 from meshrl.contract.errors import UserError
 
 MIB = 1 << 20
@@ -53,14 +48,19 @@ class _Verifier(_Section):
 
 
 class _Artifact(_Section):
-    source: str
+    source: PathBelowRoot
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path(cls, given: object) -> object:
+        return {"source": given} if isinstance(given, str) else given
 
 
 class _Task(_Section):
     environment: _Environment = _Environment()
     agent: _Agent = _Agent()
     verifier: _Verifier = _Verifier()
-    artifacts: list[str | _Artifact] = Field(default_factory=list)
+    artifacts: list[_Artifact] = Field(default_factory=list)
 
 
 _REFUSED: Mapping[str, tuple[object, ...]] = {
@@ -152,14 +152,8 @@ def _container(folder: Path, task: _Task) -> ContainerTask:
         raise UserError(
             f"{file}: environment.docker_image: no image, and no {build / 'Dockerfile'}; want one of them"
         )
-    artifacts = [each if isinstance(each, str) else each.source for each in task.artifacts]
-    for source in artifacts:
-        try:
-            path_below_root(source)
-        except ValueError as error:
-            raise UserError(f"{file}: artifacts: {error}") from error
     separate = verifier.environment_mode == "separate"
-    if separate and not artifacts:
+    if separate and not task.artifacts:
         raise UserError(
             f"{file}: artifacts: none, and tests in a container of their own get nothing else"
         )
@@ -179,7 +173,7 @@ def _container(folder: Path, task: _Task) -> ContainerTask:
         test_variables=verifier.env,
         separate=separate,
         tests_build=str(folder / "tests") if own else "",
-        artifacts=artifacts,
+        artifacts=[each.source for each in task.artifacts],
     )
 
 
