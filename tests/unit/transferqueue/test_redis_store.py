@@ -252,7 +252,9 @@ async def test_an_owner_that_was_cut_off_is_fenced_when_it_comes_back(server: Re
     await new.queue.close()
 
 
-async def test_a_failover_to_a_replica_goes_on_there(folder: Path) -> None:
+@asynccontextmanager
+async def replicated(folder: Path) -> AsyncIterator[tuple[RedisServer, RedisServer, Actors]]:
+    """A master, its replica, and a queue there with two tasks that both have."""
     with running(folder / "a") as master, running(folder / "b") as replica:
         port = free_port("127.0.0.1")
         with master.client() as client:
@@ -265,6 +267,12 @@ async def test_a_failover_to_a_replica_goes_on_there(folder: Path) -> None:
         await actors.feed(tasks(2))
         with master.client() as client:
             assert client.wait(1, 5000) == 1
+        yield master, replica, actors
+        await actors.queue.close()
+
+
+async def test_a_failover_to_a_replica_goes_on_there(folder: Path) -> None:
+    async with replicated(folder) as (master, replica, actors):
         master.kill()
         with replica.client() as client:
             client.replicaof("NO", "ONE")
@@ -272,24 +280,12 @@ async def test_a_failover_to_a_replica_goes_on_there(folder: Path) -> None:
         await actors.train(0)
         ledger = await actors.ledger()
         assert ledger.admitted == 4 and ledger.resident["settled"] == 4
-        await actors.queue.close()
 
 
 async def test_commits_that_a_new_master_lost_are_noticed_and_the_ledger_balances(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with running(folder / "a") as master, running(folder / "b") as replica:
-        port = free_port("127.0.0.1")
-        with master.client() as client:
-            client.config_set("bind", "127.0.0.1")
-            client.config_set("port", port)
-        with replica.client() as client:
-            client.replicaof("127.0.0.1", port)
-        actors = Actors(await TransferQueue.open(store_of(master.url, replica.url)))
-        await actors.start(spec(max_staleness=99.0))
-        await actors.feed(tasks(2))
-        with master.client() as client:
-            assert client.wait(1, 5000) == 1
+    async with replicated(folder) as (master, replica, actors):
         with replica.client() as client:
             # The copy stops here: what the master acknowledges from now on is lost with it.
             client.replicaof("NO", "ONE")
@@ -302,7 +298,6 @@ async def test_commits_that_a_new_master_lost_are_noticed_and_the_ledger_balance
         assert (await actors.ledger()).admitted == 4
         assert await actors.feed(tasks(3, start=2)) == 3
         assert (await actors.ledger()).admitted == 10
-        await actors.queue.close()
 
 
 async def test_a_server_that_comes_back_empty_is_not_taken_for_a_fresh_one(
