@@ -16,8 +16,6 @@ from meshrl.trainer.algorithms.rollout_correction import (
     correct,
     importance_weights,
     interpolate,
-    mismatch_by,
-    mismatch_metrics,
     parse,
     parse_threshold,
 )
@@ -119,6 +117,7 @@ def test_k1_bounds_hold_for_the_inverse_of_the_importance_ratio() -> None:
         ("token_k1", "2_1", "0 < lo <= hi"),
         ("token_k1,token_k2", "1.5,0.1,3", "3 values for 2 statistics"),
         ("token_k1", "many", "is no number"),
+        ("token_k2", "nan", "0 < lo <= hi"),
     ],
 )
 def test_a_wrong_rejection_setting_is_one_clear_line(
@@ -128,10 +127,17 @@ def test_a_wrong_rejection_setting_is_one_clear_line(
         parse(names, threshold)
 
 
-@pytest.mark.parametrize("threshold", ["much", "-1", "3_1", "0_1"])
+@pytest.mark.parametrize("threshold", ["much", "-1", "3_1", "0_1", "nan"])
 def test_a_wrong_weight_threshold_is_one_clear_line(threshold: str) -> None:
     with pytest.raises(ConfigError, match="rollout_is_threshold"):
         parse_threshold(threshold)
+
+
+def test_an_infinite_bound_bounds_nothing() -> None:
+    config = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="inf")
+    assert correct(rows(2), torch.tensor([5.0, -5.0]), torch.zeros(2), config).mask.all()
+    weights, _ = importance_weights(rows(1), torch.tensor([5.0]), level="sequence", threshold="inf")
+    assert float(weights) == pytest.approx(math.exp(5))
 
 
 def test_the_second_moment_is_a_rejection_too() -> None:
@@ -141,17 +147,6 @@ def test_the_second_moment_is_a_rejection_too() -> None:
 
     assert found.mask.tolist() == [True, False, True]
     assert found.metrics["rollout_corr/second_moment_masked_fraction"] == pytest.approx(1 / 3)
-
-
-def test_the_mismatch_is_reported_per_version() -> None:
-    rollout = torch.full((4,), -1.0)
-    train = rollout - torch.tensor([0.0, 0.0, 0.5, 0.5])
-
-    by_step = mismatch_by(rows(2, 2), train, rollout, torch.tensor([3, 3, 4, 4]))
-
-    assert by_step[3]["kl"] == pytest.approx(0)
-    assert by_step[4]["kl"] == pytest.approx(0.5)
-    assert mismatch_metrics(rows(4), train, rollout)["kl"] == pytest.approx(0.25)
 
 
 def test_the_proximal_policy_moves_to_the_trained_one_with_staleness() -> None:

@@ -108,40 +108,38 @@ def parse(rollout_rs: str, threshold: float | str | None) -> tuple[Criterion, ..
 
 
 def _criterion(name: str, text: str) -> Criterion:
-    low_text, bar, high_text = text.rpartition("_")
-    try:
-        high = float(high_text)
-        low = float(low_text) if bar else None
-    except ValueError as error:
-        raise ConfigError(f"rollout_rs_threshold {text!r} for {name} is no number") from error
-    if high <= 0 or (low is not None and not 0 < low <= high):
-        raise ConfigError(f"rollout_rs_threshold {text!r} for {name}: wanted 0 < lo <= hi")
+    setting = f"rollout_rs_threshold {text!r} for {name}"
+    low, high = _bounds(text, setting)
     if not name.endswith("k1"):
         if low is not None:
-            raise ConfigError(f"rollout_rs_threshold {text!r} for {name}: wanted one upper bound")
+            raise ConfigError(f"{setting}: wanted one upper bound")
         return Criterion(name=name, lower=None, upper=high)
-    low = 1 / high if low is None else low
-    if low > high:
-        raise ConfigError(f"rollout_rs_threshold {text!r} for {name}: 1/{text} is above {text}")
-    return Criterion(name=name, lower=math.log(low), upper=math.log(high))
+    upper = math.log(high)
+    lower = -upper if low is None else math.log(low)
+    if lower > upper:
+        raise ConfigError(f"{setting}: 1/{text} is above {text}")
+    return Criterion(name=name, lower=lower, upper=upper)
 
 
 def parse_threshold(threshold: float | str) -> tuple[float | None, float]:
-    """(lower, upper) of `rollout_is_threshold`; without a lower bound it means TIS.
+    """(lower, upper) of `rollout_is_threshold`; without a lower bound it means TIS, with one IcePop.
 
     Raises:
         ConfigError: not a positive number or "lo_hi" with lo <= hi.
     """
-    low_text, bar, high_text = str(threshold).strip().rpartition("_")
+    return _bounds(str(threshold), f"rollout_is_threshold {threshold!r}")
+
+
+def _bounds(text: str, setting: str) -> tuple[float | None, float]:
+    """Lower and upper bound of "lo_hi", or of "hi" alone. Raises ConfigError, which names the `setting`."""
+    low_text, bar, high_text = text.strip().rpartition("_")
     try:
         high = float(high_text)
         low = float(low_text) if bar else None
     except ValueError as error:
-        raise ConfigError(
-            f'rollout_is_threshold {threshold!r}: wanted a number (TIS) or "lo_hi" (IcePop)'
-        ) from error
-    if high <= 0 or (low is not None and not 0 < low <= high):
-        raise ConfigError(f"rollout_is_threshold {threshold!r}: wanted 0 < lo <= hi")
+        raise ConfigError(f'{setting} is no number, and no two as "lo_hi"') from error
+    if not high > 0 or (low is not None and not 0 < low <= high):
+        raise ConfigError(f"{setting}: wanted 0 < lo <= hi")
     return low, high
 
 
@@ -218,7 +216,7 @@ def importance_weights(
 
     metrics = _weight_metrics(ragged, weights, raw, lower, upper)
     if level == "sequence":
-        log_low = math.log(1 / upper if lower is None else lower)
+        log_low = -math.log(upper) if lower is None else math.log(lower)
         metrics |= {
             "rollout_is_max": float(row_x.max().clamp(max=LOG_RATIO_BOUND).exp()),
             "rollout_is_min": float(row_x.min().exp()),
