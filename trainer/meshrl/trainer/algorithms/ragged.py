@@ -221,23 +221,16 @@ def flatten(padded: Tensor) -> Tensor:
 
 
 def variance(ragged: Ragged, values: Tensor) -> Tensor:
-    """Unbiased variance over all trained tokens, [N] to a scalar.
-
-    Raises:
-        InfraError: fewer than two trained tokens.
-    """
+    """Unbiased variance over all trained tokens, [N] to a scalar; 0 of fewer than two."""
     count = ragged.num_valid
-    if int(count) < 2:
-        raise InfraError(f"a variance needs two trained tokens, the batch has {int(count)}")
     centred = values - ragged.token_mean(values)
-    return ragged.token_mean(centred.square()) * count / (count - 1)
+    return ragged.token_mean(centred.square()) * count / (count - 1).clamp(min=1)
 
 
 def whiten(ragged: Ragged, values: Tensor, *, shift_mean: bool = True) -> Tensor:
     """Zero mean (unless `shift_mean` is False) and unit variance over trained tokens, [N] to [N].
 
-    Long rows weigh more, because each token counts once. Masked tokens come back as 0. Raises what
-    `variance` raises.
+    Long rows weigh more, because each token counts once. Masked tokens come back as 0.
     """
     mean = ragged.token_mean(values)
     white = (values - mean) * torch.rsqrt(variance(ragged, values) + 1e-8)
