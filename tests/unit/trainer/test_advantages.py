@@ -256,6 +256,14 @@ def test_preferences_pair_the_best_with_the_worst() -> None:
     assert tied == [0, 1, -1, 1, -1]
 
 
+def test_a_preference_is_between_rows_that_have_a_trained_token() -> None:
+    layout = ragged("1", "1", "0", "", "1", "0", groups=[0, 0, 0, 0, 1, 1])
+    batch = everything(layout, torch.tensor([0.2, 0.9, 3.0, -3.0, 0.4, 0.1]))
+    for conventions in ("meshrl", "verl"):
+        found = compute("preference", batch, conventions=conventions).advantages
+        assert found.tolist() == [-1, 1, 0, 0, 0]
+
+
 def test_partial_groups_are_counted() -> None:
     layout = ragged("1", "1", "1", groups=[0, 0, 1])
     batch = AdvantageBatch(

@@ -167,6 +167,18 @@ class Ragged:
         """[B] to [G]; 0 for a group without rows."""
         return self.group_sum(row_values) / self.group_counts.clamp(min=1)
 
+    def group_max(self, row_values: Tensor) -> Tensor:
+        """[B] to [G]; -inf for a group without rows."""
+        lowest = row_values.new_full((self.num_groups,), -torch.inf)
+        return lowest.scatter_reduce(0, self.groups, row_values, "amax")
+
+    def first_of_group(self, rows: Tensor) -> Tensor:
+        """bool[B] to bool[B]: the first one of `rows` in each group."""
+        numbers = torch.arange(self.num_rows, device=rows.device)
+        candidates = torch.where(rows, numbers, self.num_rows)
+        none_yet = torch.full((self.num_groups,), self.num_rows, device=rows.device)
+        return none_yet.scatter_reduce(0, self.groups, candidates, "amin")[self.groups] == numbers
+
     def group_std(self, row_values: Tensor) -> Tensor:
         """[B] to [G]: unbiased (n - 1) standard deviation; 0 below two rows, exactly 0 for equal rows."""
         exact = row_values.double()

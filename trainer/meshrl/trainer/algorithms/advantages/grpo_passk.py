@@ -42,12 +42,7 @@ def lead(ragged: Ragged, s: Tensor, *, divide_by_std: bool) -> Tensor:
     """A [B] from s [B]."""
     s = s.double()
     g = ragged.groups
-    lowest = s.new_full((ragged.num_groups,), -torch.inf)
-    best = lowest.scatter_reduce(0, g, s, "amax")[g]
-    row_numbers = torch.arange(ragged.num_rows, device=s.device)
-    candidates = torch.where(s == best, row_numbers, ragged.num_rows)
-    none_yet = torch.full((ragged.num_groups,), ragged.num_rows, device=s.device)
-    winner = none_yet.scatter_reduce(0, g, candidates, "amin")[g] == row_numbers
-    second = lowest.scatter_reduce(0, g, torch.where(winner, -torch.inf, s), "amax")[g]
+    winner = ragged.first_of_group(s == ragged.group_max(s)[g])
+    second = ragged.group_max(torch.where(winner, -torch.inf, s))[g]
     A = torch.where(winner & ~ragged.alone, s - second, 0.0)
     return A / (ragged.group_std(s)[g] + EPSILON) if divide_by_std else A

@@ -5,8 +5,8 @@ https://arxiv.org/abs/2401.01335) with a scalar reward as the annotator:
 
     +1 at the tokens of argmax_g s,   -1 at those of argmin_g s,   0 elsewhere
 
-Trained with `policy_loss.loss_mode: dpo` or `ipo`. A group whose rewards are all equal has no preference; under
-verl's conventions its first row is chosen and its second rejected.
+Trained with `policy_loss.loss_mode: dpo` or `ipo`. Rows without a trained token are left out. A group whose rewards
+are all equal has no preference; under verl's conventions its first row is chosen and its second rejected.
 """
 
 from __future__ import annotations
@@ -38,20 +38,12 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
 
 def choose(ragged: Ragged, s: Tensor, *, ties: bool) -> Tensor:
     """+1 for the chosen, -1 for the rejected row of each group [B]; first row first among equals."""
-    g = ragged.groups
-    lowest = s.new_full((ragged.num_groups,), -torch.inf)
-    best = lowest.scatter_reduce(0, g, s, "amax")[g]
-    worst = (-lowest).scatter_reduce(0, g, s, "amin")[g]
-    chosen = _first(ragged, s == best)
-    rejected = _first(ragged, (s == worst) & ~chosen)
+    g, candidates = ragged.groups, ragged.nonempty
+    best = ragged.group_max(torch.where(candidates, s, -torch.inf))[g]
+    worst = -ragged.group_max(torch.where(candidates, -s, -torch.inf))[g]
+    chosen = ragged.first_of_group(candidates & (s == best))
+    rejected = ragged.first_of_group(candidates & (s == worst) & ~chosen)
     signs = chosen.double() - rejected.double()
-    no_preference = ragged.alone if ties else ragged.alone | (best == worst)
+    alone = ragged.group_sum(candidates.long())[g] < 2
+    no_preference = alone if ties else alone | (best == worst)
     return torch.where(no_preference, 0.0, signs)
-
-
-def _first(ragged: Ragged, rows: Tensor) -> Tensor:
-    """bool[B]: the first of `rows` bool[B] in each group."""
-    numbers = torch.arange(ragged.num_rows, device=rows.device)
-    candidates = torch.where(rows, numbers, ragged.num_rows)
-    none_yet = torch.full((ragged.num_groups,), ragged.num_rows, device=rows.device)
-    return none_yet.scatter_reduce(0, ragged.groups, candidates, "amin")[ragged.groups] == numbers

@@ -54,6 +54,5 @@ def soft_mean(groups: Ragged, s: Tensor, b: float) -> Tensor:
     """1/b log mean exp(b s), [B] to [G]."""
     if b == 0:
         return groups.group_mean(s)
-    g = groups.groups
-    top = s.new_full((groups.num_groups,), -torch.inf).scatter_reduce(0, g, s, "amax")
-    return top + groups.group_mean(((s - top[g]) * b).exp()).log() / b
+    top = groups.group_max(s)
+    return top + groups.group_mean(((s - top[groups.groups]) * b).exp()).log() / b
