@@ -330,6 +330,18 @@ def test_rewards_of_tokens_count_instead_of_the_score_and_penalties_join_them(
     torch.testing.assert_close(objective.targets(plain, ForwardOutputs()).token_rewards, scores)
 
 
+def test_the_reward_of_a_row_without_tokens_counts_in_its_group(world: World) -> None:
+    one, other = rank_work.trajectories()[:2]
+    cut = {name: getattr(other, name)[:3] for name in ("tokens", "loss_mask", "rollout_logprobs")}
+    rows = [replace(one, reward=1.0), replace(other, reward=-1.0, spans=(), **cut)]
+    made = schedule(rank_work.batch(rows), ranks=1, max_tokens=64, mini_batch_groups=None)
+    experience = assemble(made, rank_work.own_rows(made, rows), world)
+    dr_grpo = AlgorithmConfig(adv_estimator="dr_grpo")
+    objective = PolicyGradient(dr_grpo, ActorConfig(), max_response_length=64)
+    found = objective.targets(experience, ForwardOutputs()).advantages
+    assert found.tolist() == experience.ragged.mask.float().tolist()
+
+
 def test_a_batch_that_has_rewards_of_tokens_has_them_for_every_row(world: World) -> None:
     rows = rank_work.trajectories()
     rows[0] = replace(rows[0], token_rewards=np.zeros(len(rows[0].tokens), dtype=np.float32))

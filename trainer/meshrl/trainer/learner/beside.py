@@ -29,6 +29,7 @@ from torch import nn
 
 from meshrl.trainer.algorithms.advantages.gae import gae, value_loss
 from meshrl.trainer.algorithms.advantages.prime import (
+    ACCURACY,
     PrimeConfig,
     process_rewards,
     row_cross_entropy,
@@ -47,9 +48,6 @@ from meshrl.trainer.model.policy import Policy, response_hidden
 from meshrl.trainer.model.sharding import shard
 from meshrl.trainer.model.vision import tower_of
 from meshrl.trainer.ranks.world import World
-
-ACCURACY = "acc"
-"""The reward component that is the outcome; without it the reward itself is."""
 
 
 class ValueLearner:

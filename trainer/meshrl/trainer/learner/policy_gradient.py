@@ -222,6 +222,7 @@ class PolicyGradient:
             AdvantageBatch(
                 ragged=ragged,
                 token_rewards=rewards,
+                row_rewards=outcomes if experience.token_rewards is None else None,
                 values=before.values,
                 old_logprobs=before.logprobs,
                 reward_baselines=experience.reward_baselines,

@@ -35,6 +35,8 @@ class AdvantageBatch:
     ragged: Ragged
     token_rewards: Tensor
     """float32[N]: the reward, usually the outcome at the last trained token (`outcome_rewards`)."""
+    row_rewards: Tensor | None = None
+    """float32[B]: rewards of rows; those of rows without tokens have no place in `token_rewards`."""
     values: Tensor | None = None
     """float32[N]: the critic's V_t."""
     old_logprobs: Tensor | None = None
@@ -65,7 +67,10 @@ class AdvantageBatch:
     @property
     def scores(self) -> Tensor:
         """s, float32[B]: each row's reward, summed over trained and masked tokens alike."""
-        return self.ragged.row_sum(self.token_rewards, masked=False)
+        of_tokens = self.ragged.row_sum(self.token_rewards, masked=False)
+        if self.row_rewards is None:
+            return of_tokens
+        return torch.where(self.ragged.lengths > 0, of_tokens, self.row_rewards)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +102,7 @@ class Estimator(Protocol):
 def outcome_rewards(ragged: Ragged, row_rewards: Tensor) -> Tensor:
     """[B] to [N]: each row's reward at its last trained token, so that no estimator can miss it.
 
-    A row without trained tokens carries it at its last token; an empty row carries none.
+    A row without trained tokens carries it at its last token; an empty row carries none (`row_rewards` has it).
     """
     where = torch.where(ragged.mask, ragged.positions, -1)
     last = torch.full_like(ragged.lengths, -1).scatter_reduce(0, ragged.rows, where, "amax")

@@ -19,6 +19,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshrl.common.config import Config
+from meshrl.trainer.algorithms.advantages import rloo
 from meshrl.trainer.algorithms.advantages._types import (
     AdvantageBatch,
     Advantages,
@@ -104,10 +105,8 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
     ragged, prime = batch.ragged, options(config, Options).prime
     r = need(batch.implicit_rewards, "implicit_rewards", "algorithm.adv_estimator prime")
     acc = batch.reward_components.get(ACCURACY, batch.scores)
-    outcome = outcome_rewards(ragged, acc)
-    at_end = outcome_rewards(ragged, torch.ones_like(acc)) > 0
-    source = prime.reward_dpo_coef * leave_one_out(ragged, r)
-    source = source + prime.reward_gt_coef * leave_one_out(ragged.with_mask(at_end), outcome)
+    outcome = outcome_rewards(ragged, rloo.leave_one_out(ragged, acc))
+    source = prime.reward_dpo_coef * leave_one_out(ragged, r) + prime.reward_gt_coef * outcome
     R = ragged.suffix_sum(torch.where(ragged.mask, source, 0.0))
     returns = torch.where(ragged.mask, R, 0.0).float()
     return Advantages(
