@@ -138,15 +138,17 @@ class SamplingRows:
         every: tuple[npt.NDArray[Any], ...] = self.temperature, self.top_k, self.top_p, self.min_p
         columns = [column[rows] for column in every]
         kind = self.kinds(rows, logits.shape[-1])
-        if (kind == kind[0]).all():
+        # Only rows of one top_k are cut together: which of equal logits come first depends on how many are sorted.
+        alike = kind + (kind == CUT) * columns[1]
+        if (alike == alike[0]).all():
             return _sample(int(kind[0]), logits, draws, *columns)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-        for each in np.unique(kind):
-            of = np.flatnonzero(kind == each)
+        for each in np.unique(alike):
+            of = np.flatnonzero(alike == each)
             where = torch.from_numpy(of).to(logits.device)
             tokens[where], logprobs[where] = _sample(
-                int(each), logits[where], draws[of], *(column[of] for column in columns)
+                int(kind[of[0]]), logits[where], draws[of], *(column[of] for column in columns)
             )
         return tokens, logprobs
 
@@ -160,6 +162,7 @@ def _sample(
     top_p: npt.NDArray[np.float32],
     min_p: npt.NDArray[np.float32],
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw for rows of one `kind`, and of one `top_k` where they are cut."""
     if kind == GREEDY:
         return greedy(logits)
     device = logits.device
@@ -167,13 +170,10 @@ def _sample(
     if kind == PLAIN:
         return plain(logits, warmth, uniform)
     scaled = logits / warmth[:, None]
-    width = int(top_k.max())
+    width = int(top_k[0])
     ordered, order = (
         scaled.topk(width) if width < scaled.shape[-1] else scaled.sort(-1, descending=True)
     )
-    keep = torch.from_numpy(top_k).to(device)[:, None]
-    rank = torch.arange(width, device=device)
-    ordered = ordered.masked_fill(rank >= keep, -torch.inf)
     probabilities = ordered.softmax(-1)
     if min_p.any():
         share = torch.from_numpy(min_p).to(device)[:, None]
@@ -181,8 +181,8 @@ def _sample(
         probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
     nucleus = torch.from_numpy(top_p).to(device)[:, None]
-    # The first token always stays: nothing is before it.
-    ordered = ordered.masked_fill((before >= nucleus) & (rank > 0), -torch.inf)
+    before[:, 0] = -1  # the likeliest token always stays
+    ordered = ordered.masked_fill(before >= nucleus, -torch.inf)
     picked, logprobs = _inverse_cdf(ordered, uniform[:, None])
     return order.gather(-1, picked[:, None]).squeeze(-1), logprobs
 
