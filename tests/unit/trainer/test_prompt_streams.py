@@ -136,7 +136,7 @@ def test_a_level_rises_at_a_high_score_and_else_stays() -> None:
     assert history.levels == {"gcd": 2, "lcm": 0}  # none is below the first
     history = history.after(20, {("gcd", 2): 1.0, ("lcm", 1): 1.0}, RULE, 3)
     assert history.levels == {"gcd": 2, "lcm": 0}  # none is above the last; no score at its level
-    assert history.after(30, {("gcd", 2): 0.19}, RULE, 3).levels == {"gcd": 2}
+    assert history.after(30, {("lcm", 0): 0.1}, RULE, 3).levels == history.levels  # gcd's are lost
     assert LevelHistory.parse(history.text()) == history
     assert LevelHistory.parse("1.40-7") == LevelHistory() == LevelHistory.parse("")
 

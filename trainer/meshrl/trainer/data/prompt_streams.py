@@ -173,7 +173,7 @@ class LevelHistory:
         """
         if step <= self.step:
             return self
-        now: dict[str, int] = {}
+        now = dict(self.levels)
         for task in sorted({task for task, _ in scores}):
             level = self.levels.get(task, 0)
             score = scores.get((task, level))
