@@ -3,10 +3,10 @@
 Agarwal et al. 2024, https://arxiv.org/abs/2306.13649 (reverse KL, student's own samples), in the form of
 https://thinkingmachines.ai/blog/on-policy-distillation: one number a token, used as an advantage,
 
-    D_t = Σ_{k ≥ t} δ^{k-t} clip(log π_T(y_k) - log π_old(y_k), ±c)          A_t ← w_r A_t + w D_t
+    D_t = clip(log π_T(y_t) - log π_old(y_t), ±c)          A_t ← w_r A_t + w D_t
 
-With δ = 0 the expected gradient is that of the reverse KL of each next token, KL(π || π_T), given what the policy
-itself has said before. Tokens that the policy did not sample have no judgement.
+The expected gradient is that of the reverse KL of each next token, KL(π || π_T), given what the policy itself has
+said before. Tokens that the policy did not sample have no judgement.
 
 With `top_k` the teacher tells its k likeliest tokens instead, and the loss of a place is the forward KL over them,
 
