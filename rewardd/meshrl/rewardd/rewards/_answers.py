@@ -177,6 +177,12 @@ def _joins(gap: str) -> bool:
     return known and any(word in CONNECTORS for word in words)
 
 
+def boxed_or_announced(response: str) -> str | None:
+    """The content of the last box; without any box, the answer that the response announces."""
+    answer = boxed(response)
+    return announced(response) if answer is None and "\\boxed" not in response else answer
+
+
 def announced(text: str) -> str | None:
     """The answer that `the answer is` announces, else the end of the last line; None for an empty text."""
     if places := [match.end() for match in ANSWER_IS.finditer(text)]:

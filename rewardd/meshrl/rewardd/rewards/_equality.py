@@ -20,6 +20,7 @@ from fractions import Fraction
 from typing import Any
 
 from meshrl.contract.errors import ConfigError
+from meshrl.rewardd.rewards import _answers
 from meshrl.rewardd.rewards._formula import Node, Reader, negative
 from meshrl.rewardd.rewards._formula_tokens import UnreadableError, unwrapped
 
@@ -94,6 +95,11 @@ def equal(answer: str, truth: str) -> bool:
         return words[0] == words[1]
     wanted_readings = list(_readings(wanted))
     return any(_same_answer(one, other) for one in _readings(given) for other in wanted_readings)
+
+
+def is_right(answer: str | None, truth: str) -> bool:
+    """Whether there is an answer, and it says what the ground truth says, which may be in a box."""
+    return answer is not None and equal(answer, _answers.boxed(truth) or truth)
 
 
 def is_tall(text: str) -> bool:

@@ -41,8 +41,7 @@ def compute_score(
         boxed = last_boxed(solution_str)
         right = boxed is not None and prime_math.simple_equal(boxed, truth)
     else:
-        boxed = _answers.boxed(said(solution_str))
-        right = boxed is not None and _equality.equal(boxed, _answers.boxed(truth) or truth)
+        right = _equality.is_right(_answers.boxed(said(solution_str)), truth)
     formed = is_formed(solution_str)
     return (1 - config.format_score) * right + config.format_score * formed
 

@@ -64,15 +64,8 @@ def compute_score(
     truth = wanted(ground_truth, "math")
     if config.conventions == "verl":
         return _verified(solution_str, truth, config.boxed_only)
-    answer = _answers.boxed(response := said(solution_str))
-    if answer is None and not config.boxed_only and "\\boxed" not in response:
-        answer = _answers.announced(response)
-    return float(answer is not None and _equality.equal(answer, unboxed(truth)))
-
-
-def unboxed(truth: str) -> str:
-    """The content of the truth's box, or the whole of it."""
-    return _answers.boxed(truth) or truth
+    read = _answers.boxed if config.boxed_only else _answers.boxed_or_announced
+    return float(_equality.is_right(read(said(solution_str)), truth))
 
 
 def _verified(solution_str: str, truth: str, boxed_only: bool) -> float:

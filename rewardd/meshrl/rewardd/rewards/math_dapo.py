@@ -76,7 +76,7 @@ def compute_score(
     truth = wanted(ground_truth, "math_dapo")
     if config.conventions == "meshrl":
         found = stated(said(solution_str))
-        right = found is not None and _equality.equal(found, _answers.boxed(truth) or truth)
+        right = _equality.is_right(found, truth)
         return {"score": 1.0 if right else -1.0, "acc": right, "pred": found or INVALID}
     tail = solution_str[-TAIL:]
     answers = ANSWER.findall(tail)

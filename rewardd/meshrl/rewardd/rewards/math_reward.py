@@ -59,8 +59,7 @@ def compute_score(
     if config.conventions == "verl":
         answer = boxed_answer(solution_str)
         return float(answer is not None and equal(answer, truth))
-    answer = _answers.boxed(said(solution_str))
-    return float(answer is not None and _equality.equal(answer, _answers.boxed(truth) or truth))
+    return float(_equality.is_right(_answers.boxed(said(solution_str)), truth))
 
 
 def boxed_answer(text: str) -> str | None:

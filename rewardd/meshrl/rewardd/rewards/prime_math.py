@@ -221,10 +221,8 @@ def compute_score(
     """
     truth = wanted(ground_truth, "prime_math")
     if config.conventions == "meshrl":
-        found = _answers.boxed(response := said(solution_str))
-        if found is None and "\\boxed" not in response:
-            found = _answers.announced(response)
-        return float(found is not None and _equality.equal(found, _answers.boxed(truth) or truth))
+        answer = _answers.boxed_or_announced(said(solution_str))
+        return float(_equality.is_right(answer, truth))
     answer = stated(solution_str)
     if simple_equal(answer, truth):
         return 1.0
