@@ -144,7 +144,8 @@ def _kl(values: Values) -> str:
 
 
 def _hacking(values: Values) -> str:
-    scores, means = values("val/score/mean"), _means(values("reward/mean"))
+    scores = [score for score in values("val/score/mean") if math.isfinite(score)]
+    means = _means(values("reward/mean"))
     if len(scores) < 3 or len(means) < WINDOW:
         return ""
     best, now = max(scores), scores[-1]
