@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from meshrl import cli
 from meshrl.common.python_process import PYTHON
 from meshrl.launcher import preloader, preloading
 
@@ -54,6 +55,8 @@ READ_AT_IMPORT = (
     "TRANSFORMERS",
 )
 """Variables that a library or the loader has read before a fork could change them."""
+READ_LATER = {"TORCHINDUCTOR_CACHE_DIR"}
+"""Among them, what torch itself sets in a process that imports enough of it: to what it takes without."""
 REQUEST_BYTES = 1 << 17
 SWITCH = "TEST_FORKS"
 
@@ -95,7 +98,9 @@ class ForkServer:
         """The process id of a child of this process that runs `argv`; None where only a fresh interpreter will do."""
         changed = {
             name for name in env.keys() | self._env.keys() if env.get(name) != self._env.get(name)
-        }
+        } - READ_LATER
+        if argv[1:3] == ["-m", "meshrl.cli"]:
+            changed.discard("PYTHONPATH")
         if any(name.startswith(READ_AT_IMPORT) for name in changed):
             return None
         with self._lock:
@@ -272,6 +277,7 @@ def _run(request: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
             if "-P" in argv[: -len(words)]
             else [request["cwd"] if words[0] == "-m" else str(Path(words[0]).parent)]
         )
+        _add_python_path()
         _main(words)
         code = 0
     except SystemExit as error:
@@ -286,6 +292,13 @@ def _run(request: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(code)
+
+
+def _add_python_path() -> None:
+    """Find what PYTHONPATH names without the new start of `meshrl`, which would be a fresh interpreter."""
+    if named := os.environ.get("PYTHONPATH"):
+        sys.path += [folder for folder in named.split(os.pathsep) if folder not in sys.path[1:]]
+        cli.start_again = lambda module: None
 
 
 def _main(words: Sequence[str]) -> None:
