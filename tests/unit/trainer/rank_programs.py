@@ -52,10 +52,8 @@ from tests.unit.trainer import named_algorithms, rank_work, tiny
 
 @contextmanager
 def joined(parallel: Mapping[str, int] | None = None) -> Iterator[World]:
-    """The world of these ranks."""
-    world = World.start("cpu", ParallelConfig.model_validate(parallel or {}))
-    yield world
-    world.close()
+    """The world of these ranks, which they leave with their processes: see `ranks.start`."""
+    yield World.start("cpu", ParallelConfig.model_validate(parallel or {}))
 
 
 def train(
@@ -429,7 +427,6 @@ async def train_slowly(model: Path, directory: Path) -> None:
     compute.close()
     if world.is_main:
         print(*queue.committed)
-    world.close()
 
 
 def publish_slowly(model: str, directory: str) -> None:

@@ -63,12 +63,20 @@ def serve() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
         job = json.loads(line)
-        children = [start(rank_programs, job, rank) for rank in range(job["ranks"])]
+        all_done, not_done = os.pipe()
+        children = [
+            start(rank_programs, job, rank, all_done, not_done) for rank in range(job["ranks"])
+        ]
+        os.close(not_done)
+        os.close(all_done)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         print(json.dumps(codes), file=replies)
 
 
-def start(programs: ModuleType, job: dict[str, Any], rank: int) -> int:
+def start(
+    programs: ModuleType, job: dict[str, Any], rank: int, all_done: int, not_done: int
+) -> int:
+    """One rank, which ends when all have closed `not_done`: gloo's last bytes to others may go with its sockets."""
     if child := os.fork():
         return child
     code = 1
@@ -82,6 +90,8 @@ def start(programs: ModuleType, job: dict[str, Any], rank: int) -> int:
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=job["port"],
             )  # fmt: skip
         getattr(programs, job["program"])(*job["arguments"])
+        os.close(not_done)
+        os.read(all_done, 1)
         code = 0
     except BaseException:
         traceback.print_exc()
