@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,10 +148,16 @@ class Mesh:
 
     def wait_for_step(self, process: subprocess.Popen[bytes], step: int) -> None:
         """Wait until so many training steps are in metrics.jsonl."""
+        self.wait_until(process, lambda: len(self.steps()) >= step, f"step {step}")
+
+    def wait_until(
+        self, process: subprocess.Popen[bytes], met: Callable[[], bool], what: str
+    ) -> None:
+        """Wait until `met` while `up` runs; fails with its output when it ends before."""
         deadline = time.monotonic() + PATIENCE_S
-        while len(self.steps()) < step:
+        while not met():
             assert process.poll() is None, f"up ended early:\n{self.output[-6000:]}"
-            assert time.monotonic() < deadline, f"no step {step}:\n{self.output[-6000:]}"
+            assert time.monotonic() < deadline, f"no {what}:\n{self.output[-6000:]}"
             time.sleep(0.1)
 
     def pid(self, service: str) -> int:

@@ -7,14 +7,14 @@ import contextlib
 import json
 import os
 import signal
-import sys
-from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from subprocess import Popen
 
 import pytest
+from click.testing import CliRunner
 
+from meshrl.cli.commands.queue import why_waiting
 from meshrl.rpc.exit_codes import Exit
 from meshrl.transferqueue.model.batches import ALONE_LAST
 from meshrl.transferqueue.queue import TransferQueue
@@ -22,7 +22,7 @@ from meshrl.transferqueue.stores.disk import DiskStore
 
 from ..mesh import Mesh, make_mesh
 from ..unit.transferqueue.damaged_file import make_store_that_kills_its_reader
-from ..waiting import gone, until
+from ..waiting import answered, gone, until
 
 pytestmark = pytest.mark.slow
 
@@ -90,15 +90,21 @@ def unscored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mesh, P
 
 @pytest.mark.usefixtures("unscored")
 async def test_a_run_goes_on_whoever_is_killed_and_drains_at_ctrl_c(tmp_path: Path) -> None:
-    """Queue, the preloaders, reference, feeder, rollout, reward and one of the trainer's two ranks."""
+    """Queue, reference, feeder, rollout, reward, one of the trainer's two ranks, and the preloaders."""
     changes = {
-        "trainer": {"total_training_steps": 100_000, "save_freq": 3, "test_freq": -1, "nproc": 2}
+        "trainer": {"total_training_steps": 100_000, "save_freq": 3, "test_freq": -1, "nproc": 2},
+        "data": {"val_files": []},
     }
     mesh = make_mesh(tmp_path, changes, reference=True)
+    services = ("queue", "reference", "feeder", "reward", "rollout-0", "trainer")
     with mesh.up() as process:
         mesh.wait_for_step(process, 1)
         await kill(mesh.pid("queue"))
-        services = ("queue", "reference", "feeder", "reward", "rollout-0", "trainer")
+        await until(lambda: all(runs(mesh, name) for name in services))
+        for victim in ("reference", "feeder", "rollout-0", "reward"):
+            await kill(mesh.pid(victim))
+        await kill(rank_of(mesh, 1))
+        mesh.wait_for_step(process, len(mesh.steps()) + 2)
         await until(lambda: all(runs(mesh, name) for name in services))
         before = {name: mesh.pid(name) for name in services}
         assert "without the preloader" not in mesh.output
@@ -112,10 +118,11 @@ async def test_a_run_goes_on_whoever_is_killed_and_drains_at_ctrl_c(tmp_path: Pa
         await gone(second)
         mesh.wait_for_step(process, len(mesh.steps()) + 1)
         assert {name: mesh.pid(name) for name in services} == before
-        for victim in ("reference", "feeder", "rollout-0", "reward"):
+        # One service that either preloader forked: each start is a fresh interpreter from here on.
+        for victim in ("feeder", "rollout-0"):
             await kill(before[victim])
-        await kill(rank_of(mesh, 1))
-        mesh.wait_for_step(process, len(mesh.steps()) + 2)
+        await until(lambda: all(runs(mesh, name) for name in services))
+        mesh.wait_for_step(process, len(mesh.steps()) + 1)
         process.send_signal(signal.SIGINT)
         mesh.wait(process, code=128 + signal.SIGINT)
     done = len(mesh.steps())
@@ -156,34 +163,37 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 async def test_a_row_whose_step_kills_the_trainer_is_given_up_and_the_others_are_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer dies without a message, as in a crash of native code."""
-    trainer = {
-        "total_training_steps": 8,
-        "save_freq": 1,
-        "test_freq": -1,
-        "val_before_train": False,
-    }
+    """The trainer dies without a message, as in a crash of native code.
+
+    It trains until the row is given up: each death with it alone counts after a step of others, and it may be sampled
+    again meanwhile.
+    """
     changes = {
         "algorithm": {"adv_estimator": "killing.advantages"},
-        "data": {"shuffle": False},
-        "trainer": trainer,
+        "data": {"shuffle": False, "val_files": [], "train_batch_size": 2},
+        "queue": {"max_staleness": 8},
+        "trainer": {"total_training_steps": 100_000, "save_freq": 1, "test_freq": -1},
     }
     mesh = make_mesh(tmp_path, changes)
     (tmp_path / "killing").mkdir()
     (tmp_path / "killing" / "advantages.py").write_text(KILLS)
     (tmp_path / "reward.py").write_text(SEVEN)
     rows = (tmp_path / "train.jsonl").read_text().splitlines()
-    rows[5] = json.dumps({**json.loads(rows[5]), "answer": "poison"})
+    rows[3] = json.dumps({**json.loads(rows[3]), "answer": "poison"})
     (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with mesh.up() as process:
-        mesh.wait(process, code=Exit.DONE)
+        given_up = "cannot be trained on: trainers die with"
+        mesh.wait_until(process, lambda: given_up in mesh.output, "dead letter")
+        mesh.wait_for_step(process, len(mesh.steps()) + 1)
+        process.send_signal(signal.SIGINT)
+        mesh.wait(process, code=128 + signal.SIGINT)
     ledger = await mesh.ledger()
+    assert ledger.balanced
     (reason,) = ledger.dead_lettered
-    assert reason.startswith("cannot be trained on: trainers die with"), ledger
+    assert reason.startswith(given_up), ledger
     assert ledger.filtered == {"group_incomplete": 4 - ledger.dead_lettered[reason]}
-    assert mesh.output.count("trainer was killed by SIGSEGV") <= 2 + (4).bit_length() + ALONE_LAST
-    assert mesh.steps()[-1]["step"] == 8
+    assert mesh.output.count("trainer was killed by SIGSEGV") <= 2 + (2).bit_length() + ALONE_LAST
 
 
 @pytest.mark.parametrize("damage", ["cut", "page"])
@@ -246,16 +256,14 @@ def fill(ballast: Path) -> None:
             file.write(bytes(4096))
 
 
-async def until_said(mesh: Mesh, said: str) -> str:
-    """Wait until `meshrl why-waiting` prints `said`, and return its output."""
-    command = [sys.executable, "-m", "meshrl.cli", "why-waiting", "--json"]
-    while True:
-        status_process = await asyncio.create_subprocess_exec(
-            *command, "--run-dir", str(mesh.run_dir), stdout=PIPE, stderr=STDOUT
-        )
-        status = (await status_process.communicate())[0].decode()
-        if said in status:
-            return status
+async def until_said(mesh: Mesh, said: str) -> None:
+    """Wait until `meshrl why-waiting` prints `said`."""
+
+    async def is_said() -> bool:
+        words = ["--run-dir", str(mesh.run_dir), "--json"]
+        return said in (await asyncio.to_thread(CliRunner().invoke, why_waiting, words)).output
+
+    await answered(is_said)
 
 
 @needs_mounts
@@ -273,7 +281,7 @@ async def test_everybody_waits_while_the_queues_disk_is_full_and_goes_on_or_drai
             mesh.wait_for_step(process, 1)
             fill(ballast)
             await until_said(mesh, "space in the store")
-            await asyncio.sleep(6)  # two leases
+            await asyncio.sleep(4)  # more than a lease
             assert process.poll() is None, mesh.output[-3000:]
             assert "waiting for space" in mesh.output
             ballast.unlink()
@@ -286,7 +294,7 @@ async def test_everybody_waits_while_the_queues_disk_is_full_and_goes_on_or_drai
         assert "ended with" not in mesh.output and "Traceback" not in mesh.output, mesh.output
         ballast.unlink()
         assert (await mesh.ledger()).balanced
-        steps = len(mesh.steps()) + 2
+        steps = len(mesh.steps()) + 1
         mesh.run(f"trainer.total_training_steps={steps}")
         await balanced(mesh, steps)
 
@@ -295,7 +303,7 @@ async def test_everybody_waits_while_the_queues_disk_is_full_and_goes_on_or_drai
 async def test_a_disk_too_full_for_a_checkpoint_ends_in_one_line(tmp_path: Path) -> None:
     changes = {
         "queue": {"max_staleness": 1, "lease_ttl_s": 5},
-        "trainer": {"total_training_steps": 6, "save_freq": 2, "test_freq": -1},
+        "trainer": {"total_training_steps": 4, "save_freq": 2, "test_freq": -1},
         "data": {"val_files": []},
     }
     mesh = make_mesh(tmp_path, changes)
@@ -311,7 +319,7 @@ async def test_a_disk_too_full_for_a_checkpoint_ends_in_one_line(tmp_path: Path)
         ballast.unlink()
         assert (await mesh.ledger()).balanced
         mesh.run()
-        await balanced(mesh, 6)
+        await balanced(mesh, 4)
 
 
 async def test_a_reward_that_never_scores_ends_in_one_line(
