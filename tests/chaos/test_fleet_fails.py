@@ -24,7 +24,6 @@ def test_engines_that_fail_every_request_end_the_run(tmp_path: Path) -> None:
         "workers": 2,
         "slots": 8,
         "engine": {"control": str(control)},
-        "breaker": {"pause_s": 0.1},
     }
     changes = {
         "rollout": rollout,

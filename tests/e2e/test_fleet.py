@@ -1,4 +1,4 @@
-"""A fleet that grows, shrinks and is replaced member by member while it is trained on."""
+"""A fleet that grows, shrinks, loses members and is replaced member by member while it is trained on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -27,8 +29,7 @@ async def test_a_fleet_is_replaced_member_by_member_while_training(tmp_path: Pat
         for name, remain in (("rollout-0", 3), ("rollout-1", 2)):
             assert f"{name} has left; {remain} of this `up` remain" in fleet(mesh, "drain", name)
         assert "has left already" in fleet(mesh, "drain", "rollout-0")
-        done = len(mesh.steps())
-        mesh.wait_for_step(process, done + 2)
+        mesh.wait_for_step(process, len(mesh.steps()) + 2)
         left = {found["name"]: found for found in json.loads(fleet(mesh, "--json"))["members"]}
         assert [left[name]["state"] for name in sorted(left)] == [
             "OUT",
@@ -39,16 +40,19 @@ async def test_a_fleet_is_replaced_member_by_member_while_training(tmp_path: Pat
         assert [left[name]["reason"] for name in ("rollout-0", "rollout-1")] == ["drained"] * 2
         # That rows of such workers are continued, `test_rollout_kill.py` decides.
         assert "restart" not in mesh.output and "starting it again" not in mesh.output
-        await leave_and_join_by_hand(mesh, process)
+        async with joined_by_hand(mesh, process):
+            await lose_members(mesh, process)
         await end(mesh, process)
 
 
-async def leave_and_join_by_hand(mesh: Mesh, process: subprocess.Popen[bytes]) -> None:
+@asynccontextmanager
+async def joined_by_hand(mesh: Mesh, process: subprocess.Popen[bytes]) -> AsyncIterator[None]:
     """A worker that no supervisor of ours keeps: its command is printed, and it is asked itself to leave."""
     command = fleet(mesh, "add", "--print").split()
     assert command[:3] == ["meshrl", "serve", "rollout"] and "rollout-4" in command
     with mesh.serve(*command[2:]) as joiner:
         await wait_for(mesh, process, working("rollout-4"), "joined by hand")
+        yield
         assert "hands over" in fleet(mesh, "drain", "rollout-4")
         assert joiner.wait(PATIENCE_S) == 0
     await wait_for(
@@ -58,26 +62,18 @@ async def leave_and_join_by_hand(mesh: Mesh, process: subprocess.Popen[bytes]) -
     assert message.count("\n") == 1 and "(it has: rollout-0, rollout-1, rollout-2" in message
 
 
-async def test_a_member_that_is_killed_or_stopped_costs_no_row(tmp_path: Path) -> None:
-    mesh = make_fleet(tmp_path, workers=3)
-    with mesh.up() as process:
-        mesh.wait_for_step(process, 1)
-        os.kill(mesh.pid("rollout-0"), signal.SIGKILL)
-        stopped = mesh.pid("rollout-1")
-        os.kill(stopped, signal.SIGSTOP)
-        try:
-            out = await wait_for(
-                mesh,
-                process,
-                lambda found: found["rollout-1"]["state"] == "OUT",
-                "rid of rollout-1",
-            )
-            assert out["rollout-1"]["answers"] is False
-            mesh.wait_for_step(process, len(mesh.steps()) + 2)
-        finally:
-            os.kill(stopped, signal.SIGCONT)
-        again = await wait_for(
-            mesh, process, working("rollout-0", "rollout-1", "rollout-2"), "whole again"
+async def lose_members(mesh: Mesh, process: subprocess.Popen[bytes]) -> None:
+    """One is killed and one is stopped for longer than the trainer waits; both come back."""
+    os.kill(mesh.pid("rollout-2"), signal.SIGKILL)
+    stopped = mesh.pid("rollout-3")
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        out = await wait_for(
+            mesh, process, lambda found: found["rollout-3"]["state"] == "OUT", "rid of rollout-3"
         )
-        assert again["rollout-0"]["restarts"] == 1 and again["rollout-1"]["restarts"] == 0
-        await end(mesh, process)
+        assert out["rollout-3"]["answers"] is False
+        mesh.wait_for_step(process, len(mesh.steps()) + 2)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    again = await wait_for(mesh, process, working("rollout-2", "rollout-3"), "whole again")
+    assert again["rollout-2"]["restarts"] == 1 and again["rollout-3"]["restarts"] == 0

@@ -55,6 +55,6 @@ def test_a_refused_start_leaves_a_run_byte_for_byte(tmp_path: Path) -> None:
     assert "train.jsonl is not as it was" in (tmp_path / "serve.log").read_text()
     assert files(mesh) == before
 
-    mesh.run(f"trainer.total_training_steps={done + 6}", "--accept-changes")
+    mesh.run(f"trainer.total_training_steps={done + 2}", "--accept-changes")
     assert "the run began with" in mesh.output and "continues from their beginning" in mesh.output
-    assert [step["step"] for step in mesh.steps()] == list(range(1, done + 7))
+    assert [step["step"] for step in mesh.steps()] == list(range(1, done + 3))
