@@ -13,7 +13,7 @@ from ..integration.test_boxes import skip_without
 @pytest.mark.skipif(no_bubblewrap() is not None, reason=str(no_bubblewrap()))
 @pytest.mark.parametrize(
     ("episodes", "kills"),
-    [(60, 12), pytest.param(1000, 200, marks=pytest.mark.nightly)],
+    [(30, 6), pytest.param(1000, 200, marks=pytest.mark.nightly)],
 )
 async def test_no_process_mount_or_file_is_left_of_episodes_with_kills(
     episodes: int, kills: int

@@ -34,8 +34,8 @@ pytestmark = pytest.mark.slow
 GROUP = 4
 GROUPS = 6
 SLOTS = 6
-INTERVAL = 32
-LENGTHS = [100 + 17 * number for number in range(GROUPS)]
+INTERVAL = 16
+LENGTHS = [60 + 9 * number for number in range(GROUPS)]
 """Response tokens by task; so few slots that of one group some siblings are done, some run, some wait."""
 TOKENS = GROUP * sum(LENGTHS)
 

@@ -167,17 +167,20 @@ def in_memory() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_a_kill_at_any_write_loses_and_repeats_nothing(in_memory: Path) -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_kill_at_any_write_loses_and_repeats_nothing(in_memory: Path, every: int) -> None:
     wanted, writes = run(in_memory / "whole", [])
     assert writes > 100
     assert len(wanted) == sum(map(len, SCRIPT.values()))
-    for at in range(writes):
+    for at in range(0, writes, every):
         folder = in_memory / str(at)
         assert run(folder, [at])[0] == wanted, at
         assert checkpoints(folder) == checkpoints(in_memory / "whole"), at
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 16))]
+)
 def test_many_kills(tmp_path: Path, seed: int) -> None:
     wanted, writes = run(tmp_path / "whole", [])
     draw = random.Random(seed)
