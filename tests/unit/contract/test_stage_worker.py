@@ -55,6 +55,18 @@ async def queue() -> AsyncIterator[Shut]:
     await made.close()
 
 
+def worker_of(queue: TransferQueue, handle: Any, **intake: int) -> StageWorker:
+    """A worker of the rollout stage that has `VERSION`."""
+    return StageWorker(
+        queue,
+        ["run"],
+        ROLLOUT_STAGE,
+        handle,
+        worker="w",
+        intake=Intake(version=lambda: VERSION, **intake),
+    )
+
+
 async def test_a_result_that_is_being_written_takes_no_place(queue: Shut) -> None:
     begun = 0
     changed = asyncio.Event()
@@ -65,14 +77,7 @@ async def test_a_result_that_is_being_written_takes_no_place(queue: Shut) -> Non
         changed.set()
         return [rollout_of(row, VERSION) for row in rows]
 
-    loop = StageWorker(
-        queue,
-        ["run"],
-        ROLLOUT_STAGE,
-        handle,
-        worker="w",
-        intake=Intake(limit=LIMIT, version=lambda: VERSION),
-    )
+    loop = worker_of(queue, handle, limit=LIMIT)
     running = asyncio.create_task(loop.run())
 
     async def until(rows: int) -> None:
@@ -115,14 +120,7 @@ async def test_a_row_that_comes_again_ends_the_work_on_it_before_it_begins_anew(
             seen.append("again")
         return [rollout_of(row, VERSION) for row in rows]
 
-    loop = StageWorker(
-        queue,
-        ["run"],
-        ROLLOUT_STAGE,
-        handle,
-        worker="w",
-        intake=Intake(limit=LIMIT, version=lambda: VERSION),
-    )
+    loop = worker_of(queue, handle, limit=LIMIT)
     running = asyncio.create_task(loop.run())
     await until(lambda: loop.stats.written >= ROWS)
     assert seen == ["taken back", "cleaned", "again"] and loop.stats.lost == 1
@@ -133,14 +131,7 @@ async def test_a_row_that_comes_again_ends_the_work_on_it_before_it_begins_anew(
 async def work_until_all_failed(
     queue: Shut, handle: Callable[[Sequence[LeasedRow]], Awaitable[list[Failure]]]
 ) -> StageWorker:
-    loop = StageWorker(
-        queue,
-        ["run"],
-        ROLLOUT_STAGE,
-        handle,
-        worker="w",
-        intake=Intake(limit=1, version=lambda: VERSION),
-    )
+    loop = worker_of(queue, handle, limit=1)
     running = asyncio.create_task(loop.run())
     await until(lambda: loop.stats.failed >= ROWS)
     loop.drain()
@@ -186,14 +177,7 @@ async def test_lost_rows_are_told_now_and_then_with_their_number(
         await asyncio.Event().wait()
         raise AssertionError
 
-    loop = StageWorker(
-        queue,
-        ["run"],
-        ROLLOUT_STAGE,
-        handle,
-        worker="w",
-        intake=Intake(limit=ROWS, version=lambda: VERSION),
-    )
+    loop = worker_of(queue, handle, limit=ROWS)
     working = asyncio.create_task(loop.run())
     await until(lambda: len(held) >= ROWS)
     for uid in held[:3]:
@@ -218,14 +202,7 @@ async def test_a_row_that_a_handler_fails_on_fails_no_other_of_its_call(queue: S
         return [rollout_of(row, VERSION) for row in rows]
 
     queue.accepts.set()
-    loop = StageWorker(
-        queue,
-        ["run"],
-        ROLLOUT_STAGE,
-        handle,
-        worker="w",
-        intake=Intake(limit=ROWS, per_call=ROWS, version=lambda: VERSION),
-    )
+    loop = worker_of(queue, handle, limit=ROWS, per_call=ROWS)
     running = asyncio.create_task(loop.run())
     letters = await answered(lambda: queue.dead_letters("run"))
     loop.drain()
@@ -253,14 +230,7 @@ async def test_rows_that_are_damaged_fail_and_the_others_are_worked_on(queue: Sh
 
     queue.lease = damaging  # type: ignore[method-assign]
     queue.accepts.set()
-    loop = StageWorker(
-        queue,
-        ["run"],
-        ROLLOUT_STAGE,
-        handle,
-        worker="w",
-        intake=Intake(limit=ROWS, version=lambda: VERSION),
-    )
+    loop = worker_of(queue, handle, limit=ROWS)
     running = asyncio.create_task(loop.run())
     await until(lambda: len(worked) == ROWS - 1 and loop.stats.failed > 0)
     letters = await answered(lambda: queue.dead_letters("run"))
