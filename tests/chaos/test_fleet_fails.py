@@ -27,7 +27,6 @@ def test_engines_that_fail_every_request_end_the_run(tmp_path: Path) -> None:
     }
     changes = {
         "rollout": rollout,
-        "actor": {"use_kl_loss": False},
         "queue": {"max_attempts": 1000},
         "trainer": {"test_freq": -1},
         "data": {"val_files": []},

@@ -80,7 +80,7 @@ def compare_with(mesh: Mesh, hostile: str) -> None:
 def test_a_reward_improved_twice_beside_a_hostile_one_switches_at_batch_boundaries(
     tmp_path: Path,
 ) -> None:
-    mesh = make_mesh(tmp_path, {"actor": {"use_kl_loss": False}})
+    mesh = make_mesh(tmp_path)
     long = (
         "trainer.total_training_steps=2000",
         "trainer.total_epochs=1000",

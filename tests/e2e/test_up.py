@@ -109,9 +109,8 @@ def test_an_agent_with_the_official_client_is_trained(tmp_path: Path) -> None:
         "program_options": {"function": f"{tmp_path / 'agent.py'}:agent"},
     }
     changes = {
-        "rollout": {"n": 4, "slots": 16, **program},
+        "rollout": program,
         "trainer": {"total_training_steps": 2, "test_freq": 2, "save_freq": -1},
-        "actor": {"optim": {"lr": 1e-3}, "use_kl_loss": False},
     }
     mesh = make_mesh(tmp_path, changes)
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
@@ -160,7 +159,6 @@ def test_a_policy_calls_tools_and_its_steps_are_compared(
     }
     changes = {
         "data": {"max_response_length": 112, "val_files": []},
-        "actor": {"use_kl_loss": False},
         "algorithm": {"adv_estimator": "gigpo"},
         "rollout": {"program": "tools", "program_options": options, "on_update": "drain"},
         "queue": {"max_staleness": 0},

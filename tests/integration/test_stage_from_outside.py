@@ -63,12 +63,7 @@ async def meshrl(*arguments: str) -> tuple[int, str]:
 async def test_a_run_trains_on_rows_that_the_stage_has_seen(mesh: Mesh) -> None:
     code, out = await meshrl("config", "check", str(mesh.recipe))
     assert code == 0, out
-    await asyncio.to_thread(
-        mesh.run,
-        "trainer.total_training_steps=2",
-        "trainer.test_freq=-1",
-        "actor.use_kl_loss=false",
-    )
+    await asyncio.to_thread(mesh.run, "trainer.total_training_steps=2", "trainer.test_freq=-1")
     ledger = await mesh.ledger()
     assert ledger.balanced and ledger.trained == 2 * 16
     logs = {path.stem for path in (mesh.run_dir / "logs").glob("*.log")}

@@ -185,23 +185,17 @@ def test_a_line_is_shown_behind_its_service_and_stored_in_its_file(tmp_path: Pat
     assert (tmp_path / "rollout-0.log").read_text() == "[not markup]\n"
 
 
-def test_logs_that_cannot_be_saved_are_still_shown_and_reported_once(tmp_path: Path) -> None:
+def test_lines_that_cannot_be_saved_are_shown_reported_once_and_saved_when_there_is_space_again(
+    tmp_path: Path,
+) -> None:
     out = io.StringIO()
     (tmp_path / "queue.log").mkdir()
     with MergedLog(tmp_path, ["queue"], Console(file=out, width=300)) as log:
         log("queue", "one")
         log("queue", "two")
-    lines = out.getvalue().splitlines()
-    assert [line for line in lines if "│ one" in line or "│ two" in line] == lines[1:]
-    assert "logs are shown but not saved" in lines[0]
-
-
-def test_lines_that_a_full_disk_refused_are_saved_when_there_is_space_again(tmp_path: Path) -> None:
-    out = io.StringIO()
-    (tmp_path / "queue.log").mkdir()
-    with MergedLog(tmp_path, ["queue"], Console(file=out, width=300)) as log:
-        log("queue", "one")
-        log("queue", "two")
+        reported, *shown = out.getvalue().splitlines()
+        assert "logs are shown but not saved" in reported
+        assert [line.partition("│ ")[2] for line in shown] == ["one", "two"]
         (tmp_path / "queue.log").rmdir()
         log("queue", "three")
     assert (tmp_path / "queue.log").read_text() == "one\ntwo\nthree\n"
