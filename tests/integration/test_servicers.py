@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,11 +25,11 @@ from meshrl.contract.types import (
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
 from meshrl.rpc.clients.base import Connection
-from meshrl.rpc.clients.services import JudgeClient, RolloutClient, TrainerClient
+from meshrl.rpc.clients.services import JudgeClient, RewardTable, RolloutClient, TrainerClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer
 from meshrl.rpc.servicers import RewardServicer, RolloutServicer, TrainerServicer
 from meshrl.rpc.transport import MAX_MESSAGE_BYTES
-from meshrl.v1 import queue_pb2, reward_pb2, reward_pb2_grpc, trajectory_pb2
+from meshrl.v1 import queue_pb2, reward_pb2, trajectory_pb2
 
 SETTINGS = ServerSettings(metrics_port=None, drain_grace_s=1)
 
@@ -238,7 +238,7 @@ class SteppingTrainer:
             metrics={"loss": 0.5},
         )
 
-    async def watch(self, every_s: float) -> AsyncIterator[TrainerStatus]:
+    async def watch(self, every_s: float) -> AsyncGenerator[TrainerStatus, None]:
         while True:
             status = self.status()
             yield status
@@ -320,7 +320,7 @@ async def test_a_service_that_hangs_is_unavailable() -> None:
 
     async with serving(RewardServicer(Hanging())) as server:
         connection = Connection("reward", server.address, retry_s=0.2, answer_s=0.05)
-        ask = reward_pb2_grpc.RewardStub(connection.channel).Score
+        ask = RewardTable.methods["Score"]
         with pytest.raises(errors.UnavailableError, match="has not answered within"):
             await connection.call(ask, reward_pb2.ScoreRequest(), lambda answer: answer)
         await connection.close()

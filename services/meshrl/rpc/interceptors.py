@@ -24,7 +24,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, Final, TypeAlias, TypeVar
@@ -292,7 +292,6 @@ class Answered:
 
 
 ANSWERED: ContextVar[Answered] = ContextVar("answered", default=Answered())  # noqa: B039 (it holds nothing)
-Item = TypeVar("Item")
 Request = TypeVar("Request", bound=SizedMessage)
 
 
@@ -330,16 +329,6 @@ async def collected(
     except TimeoutError as error:
         raise UnavailableError(f"a streamed request sent {size} bytes and did not end") from error
     return messages
-
-
-@asynccontextmanager
-async def closing(iterator: AsyncIterator[Item]) -> AsyncIterator[AsyncIterator[Item]]:
-    """Close a generator as soon as the caller leaves, not when the generator is garbage-collected."""
-    try:
-        yield iterator
-    finally:
-        if isinstance(iterator, AsyncGenerator):
-            await iterator.aclose()
 
 
 class Pace:

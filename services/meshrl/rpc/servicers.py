@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from meshrl.contract import codec, ports, types
+from meshrl.contract import codec, types
 from meshrl.contract.codec.bulk import TAKES_COMPRESSED
 from meshrl.contract.errors import MeshError, NotFoundError
 from meshrl.contract.ports import HeartbeatQueue, Judge
@@ -35,7 +35,7 @@ from meshrl.rpc.clients.queue import QueueTable
 from meshrl.rpc.clients.services import RewardTable, RolloutTable, TrainerTable, TrainingTable
 from meshrl.rpc.credentials import MeshRole, role_of_stage
 from meshrl.rpc.identity import CALLER, caller_of_quota, require, served_stages
-from meshrl.rpc.interceptors import ANSWERED, Context, bounded, closing, collected
+from meshrl.rpc.interceptors import ANSWERED, Context, bounded, collected
 from meshrl.rpc.methods import MethodTable
 from meshrl.transferqueue.store import FORMAT, Operation, Table
 from meshrl.v1 import queue_admin_pb2, queue_pb2, reward_pb2, reward_registry_pb2, trainer_pb2
@@ -343,15 +343,9 @@ class Telling(Protocol):
 class RolloutServicer(TableServicer, table=RolloutTable):
     """The statistics of an engine."""
 
-    def __init__(self, engine: Telling) -> None:
-        super().__init__(engine)
-
 
 class TrainingServicer(TableServicer, table=TrainingTable):
     """The port of callers' models."""
-
-    def __init__(self, training: ports.Training) -> None:
-        super().__init__(training)
 
 
 class EngineCollector(Collector):
@@ -405,7 +399,7 @@ class StatusTelling(Protocol):
 
     def status(self) -> TrainerStatus: ...
 
-    def watch(self, every_s: float) -> AsyncIterator[TrainerStatus]: ...
+    def watch(self, every_s: float) -> AsyncGenerator[TrainerStatus, None]: ...
 
 
 class TrainerServicer(TableServicer, table=TrainerTable):
@@ -419,7 +413,7 @@ class TrainerServicer(TableServicer, table=TrainerTable):
         self, request: trainer_pb2.WatchTrainerRequest, context: Context
     ) -> AsyncIterator[trainer_pb2.TrainerStatus]:
         every_s = max(1.0, bounded(request.every_s))
-        async with closing(self._trainer.watch(every_s)) as statuses:
+        async with aclosing(self._trainer.watch(every_s)) as statuses:
             async for status in statuses:
                 yield codec.TRAINER_STATUS.encode(status)
 

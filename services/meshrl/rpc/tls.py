@@ -63,29 +63,24 @@ def channel(
     Raises:
         UserError: it would travel to another machine unencrypted, and nobody said that the network is trusted.
     """
-    return cast("grpc.aio.Channel", _open(grpc.aio, address, options, credential))
+    source = credential or credentials.in_use()
+    return cast("grpc.aio.Channel", _open(grpc.aio, address, options, source))
 
 
 def blocking_channel(
     address: str, options: Sequence[tuple[str, Any]] = (), credential: Credential | None = None
 ) -> grpc.Channel:
     """A `channel` for a thread without an event loop."""
-    return cast("grpc.Channel", _open(grpc, address, options, credential))
+    source = credential or credentials.in_use()
+    return cast("grpc.Channel", _open(grpc, address, options, source))
 
 
 def health_channel(address: str) -> grpc.aio.Channel:
     """A channel without a credential: for health, which asks nobody, and is asked before it is known who listens."""
-    return cast("grpc.aio.Channel", _open_as(grpc.aio, address, (), None))
+    return cast("grpc.aio.Channel", _open(grpc.aio, address, (), None))
 
 
 def _open(
-    library: Any, address: str, options: Sequence[tuple[str, Any]], credential: Credential | None
-) -> Any:
-    source = credential if credential is not None else credentials.in_use()
-    return _open_as(library, address, options, source)
-
-
-def _open_as(
     library: Any, address: str, options: Sequence[tuple[str, Any]], source: Credential | None
 ) -> Any:
     proxy = os.environ.get(PROXY)

@@ -20,7 +20,7 @@ from meshrl.rpc.identity import ANYBODY, CALLER
 from meshrl.rpc.interceptors import Context, collected
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 
-from .test_interceptors import EchoServicer, echoing
+from .test_interceptors import EchoServicer, echoing, method
 
 ATTEND, LEASE, RENEW, WRITE = (
     f"/meshrl.v1.Queue/{m}" for m in ("Attend", "Lease", "Renew", "Write")
@@ -167,7 +167,7 @@ async def test_a_refused_call_is_resource_exhausted_and_clients_try_again() -> N
         assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await refused.details() == "127.0.0.1 holds 1 calls here and may hold 1: try again"
         connection = Connection("echo", server.address, retry_s=60, connect=lambda _: channel)
-        say: Any = channel.unary_unary("/test.Echo/Say", request_serializer=lambda _: b"hello")
+        say = method("Say", "unary_unary", request=b"hello")
         answer = asyncio.create_task(connection.call(say, Message(5), bytes))
         waiting.cancel()
         assert await answer == b"hello"

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -16,6 +17,7 @@ from meshrl.contract.errors import CapacityError, NotFoundError
 from meshrl.rpc.call_limits import CallLimits
 from meshrl.rpc.errors import DETAIL_KEY
 from meshrl.rpc.interceptors import Context
+from meshrl.rpc.methods import bare_row
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 
 
@@ -24,6 +26,13 @@ def parse(data: bytes) -> bytes:
     if data == b"garbage":
         raise DecodeError("no message")
     return data
+
+
+def method(name: str, arity: str, *, request: bytes) -> Any:
+    """A method of EchoServicer that is sent `request`, whatever the message is."""
+    wire = SimpleNamespace(serialize=lambda _: request, parse=bytes)
+    path, row = f"/test.Echo/{name}", bare_row(name)
+    return SimpleNamespace(path=path, arity=arity, ask=wire, answer=wire, row=row)
 
 
 class EchoServicer:

@@ -11,9 +11,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Outcome, Uid, Version
 from meshrl.rpc.clients.base import row
-from meshrl.rpc.clients.operators import QueueAdminClient, RewardRegistryClient
 from meshrl.rpc.clients.queue import QueueClient, QueueTable
-from meshrl.rpc.clients.services import JudgeClient, RolloutClient, TrainerClient
 from meshrl.rpc.identity import TABLES
 from meshrl.rpc.methods import Method, MethodTable, bare_row, service
 from meshrl.rpc.servicers import (
@@ -39,14 +37,6 @@ SERVICERS = (
     TrainingServicer,
     WeightsServicer,
     PatchServicer,
-)
-CLIENTS = (
-    QueueClient,
-    QueueAdminClient,
-    RolloutClient,
-    JudgeClient,
-    RewardRegistryClient,
-    TrainerClient,
 )
 QUEUE = QueueTable.methods
 
@@ -74,8 +64,8 @@ def test_the_conversions_of_every_row_can_be_made() -> None:
     for method in by_row():
         for made in (method.encode_arguments, method.decode_arguments, method.encode_answer):
             assert callable(made), method.path
-    for client in CLIENTS:
-        for method in client.methods.values():
+    for table in TABLES:
+        for method in table.methods.values():
             if method.row.port is not None and method.arity == "unary_unary":
                 assert callable(method.encode_arguments)
                 assert callable(method.decode_answer)

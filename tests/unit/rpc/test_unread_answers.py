@@ -30,7 +30,7 @@ from meshrl.transferqueue.stores.memory import MemoryStore
 from ...simulation.virtual_time import in_virtual_time, run
 from ...waiting import until
 from .test_call_limits import Message
-from .test_interceptors import EchoServicer, echoing
+from .test_interceptors import EchoServicer, echoing, method
 
 LEASE = QueueTable.methods["Lease"]
 PROMPT = 50_000
@@ -226,8 +226,8 @@ async def test_a_caller_that_does_not_read_loses_its_connection_and_what_it_held
         await until(unread.done)
         assert await unread.code() is grpc.StatusCode.UNAVAILABLE
         connection = Connection("echo", server.address, retry_s=60, connect=lambda _: reads)
-        repeat: Any = reads.unary_stream("/test.Echo/Repeat", request_serializer=lambda _: b"again")
-        answer = await connection.call_for_stream(repeat, Message(5), list)
+        repeat = method("Repeat", "unary_stream", request=b"again")
+        answer = await connection.call(repeat, Message(5), list)
         assert answer == [b"first", b"again"], "its place is free"
 
 

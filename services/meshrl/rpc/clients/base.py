@@ -13,7 +13,8 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from functools import partial, wraps
 from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar, cast
 
@@ -130,8 +131,6 @@ class DiskFullWait:
 
 
 F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
-Request = TypeVar("Request", bound=SizedMessage)
-Answer = TypeVar("Answer", bound=SizedMessage)
 Result = TypeVar("Result")
 Attempt: TypeAlias = Callable[..., Awaitable[Result]]
 """A call of a Connection, with all but its `wait_s`."""
@@ -207,7 +206,7 @@ class Connection:
         poll_s: float = POLL_S,
         answer_s: float = ANSWER_S,
     ) -> None:
-        """Repeat calls that a full disk refuses until there is space, if `patience` is given (patience.py).
+        """Repeat calls that a full disk refuses until there is space, if `patience` is given.
 
         A call of `poll` waits for `poll_s` at most; the deadline of a call that waits for nothing is `answer_s`.
         """
@@ -218,6 +217,7 @@ class Connection:
         self.answer_s = answer_s
         self._poll_s = poll_s
         self._patience = patience
+        self._remotes: dict[str, Any] = {}
 
     async def close(self) -> None:
         """Cancel running calls and close the channel. Idempotent."""
@@ -225,48 +225,46 @@ class Connection:
 
     async def call(
         self,
-        method: grpc.aio.UnaryUnaryMultiCallable[Request, Answer],
-        request: Request,
-        decode: Callable[[Answer], Result],
+        method: Method,
+        request: Any,
+        decode: Callable[[Any], Result],
         *,
         wait_s: float | None = None,
-        repeatable: bool = True,
     ) -> Result:
-        """Send one message, receive one. Set `repeatable` if calling twice has the effect of calling once."""
-        self.check_size(request)
-        timeout, metadata = self._deadline_s(wait_s), self._with_trace()
-        attempt = partial(method, request, timeout=timeout, metadata=metadata)
-        return self.decode(await self._retrying(attempt, wait_s, repeatable), decode)
+        """Send a message, or the list of those of a stream; receive one, or the list of those of a stream.
 
-    async def call_for_stream(
-        self,
-        method: grpc.aio.UnaryStreamMultiCallable[Request, Answer],
-        request: Request,
-        decode: Callable[[Sequence[Answer]], Result],
-        *,
-        wait_s: float | None = None,
-    ) -> Result:
-        """Send one message, receive a stream. The deadline is per message. A broken stream is requested again."""
-        self.check_size(request)
-        begin = partial(method, request, metadata=self._with_trace())
-        attempt = partial(_collect, begin, self._deadline_s(wait_s))
-        return self.decode(await self._retrying(attempt, wait_s), decode)
-
-    async def call_with_stream(
-        self,
-        method: grpc.aio.StreamUnaryMultiCallable[Request, Answer],
-        requests: Sequence[Request],
-        decode: Callable[[Answer], Result],
-        *,
-        wait_s: float | None = None,
-    ) -> Result:
-        """Send a stream, receive one message. A broken stream is sent again from its start."""
-        sending_s = sum(map(self.check_size, requests)) / SLOWEST_BYTES_PER_S
-        timeout, metadata = self._deadline_s(wait_s) + sending_s, self._with_trace()
-        answer = await self._retrying(
-            lambda: method(iter(requests), timeout=timeout, metadata=metadata), wait_s
-        )
+        The deadline is that of the call, later by the time that a stream of requests takes, but that of each message
+        of a stream of answers. A broken stream begins again.
+        """
+        deadline_s = self.answer_s if wait_s is None else wait_s + MARGIN_S
+        if method.arity == "stream_unary":
+            deadline_s += sum(map(self.check_size, request)) / SLOWEST_BYTES_PER_S
+        else:
+            self.check_size(request)
+        begin = partial(self._remote(method), request, metadata=self._with_trace())
+        if method.arity == "unary_stream":
+            attempt = partial(_collect, begin, deadline_s)
+        else:
+            attempt = partial(begin, timeout=deadline_s)
+        answer = await self._retrying(attempt, wait_s, method.row.repeatable)
         return self.decode(answer, decode)
+
+    async def stream(
+        self, method: Method, request: Any, silence_s: float
+    ) -> AsyncGenerator[Any, None]:
+        """The messages of a stream as they come, for `aclosing`. Nothing is repeated.
+
+        Raises UnavailableError, too, when none comes for `silence_s`.
+        """
+        begin = partial(self._remote(method), request, metadata=self._with_trace())
+        try:
+            async with aclosing(_messages(begin, silence_s)) as messages:
+                async for message in messages:
+                    yield message
+        except grpc.aio.AioRpcError as failure:
+            raise from_rpc(failure, self.name) from failure
+        except TimeoutError as error:
+            raise UnavailableError(f"{self.name} has sent nothing for {silence_s:.0f} s") from error
 
     async def poll(self, request: LongPoll, attempt: Attempt[Result], wait_s: float) -> Result:
         """Call `attempt`, which sends `request`, until it returns or `wait_s` is over. Then raises WaitTimeoutError.
@@ -292,7 +290,7 @@ class Connection:
         self,
         attempt: Callable[[], Awaitable[Result]],
         wait_s: float | None,
-        repeatable: bool = True,
+        repeatable: bool,
     ) -> Result:
         """The result of the first attempt that reaches the service."""
         budget: RetryBudget | None = None
@@ -316,11 +314,16 @@ class Connection:
                 budget = budget or RetryBudget(self.retry_s)
                 await budget.pause(error)
 
+    def _remote(self, method: Method) -> Any:
+        if (found := self._remotes.get(method.path)) is None:
+            open_method = getattr(self.channel, method.arity)
+            found = self._remotes[method.path] = open_method(
+                method.path, method.ask.serialize, method.answer.parse
+            )
+        return found
+
     def _with_trace(self) -> tuple[tuple[str, str], ...]:
         return (*self.metadata, *tracing.metadata())
-
-    def _deadline_s(self, wait_s: float | None) -> float:
-        return self.answer_s if wait_s is None else wait_s + MARGIN_S
 
     def _error(
         self, failure: grpc.aio.AioRpcError | TimeoutError, wait_s: float | None
@@ -334,7 +337,7 @@ class Connection:
             return UnavailableError(f"{self.name} has not answered within {self.answer_s:.0f} s")
         return error
 
-    def decode(self, answer: Answer | Sequence[Answer], decode: Callable[..., Result]) -> Result:
+    def decode(self, answer: Any, decode: Callable[[Any], Result]) -> Result:
         """Decode an answer. Raises CorruptError for an invalid one, since the caller is not at fault."""
         try:
             return decode(answer)
@@ -372,7 +375,6 @@ class GrpcClient(MethodTable):
         self._connection = Connection(
             service, address, retry_s, metadata, patience=patience, connect=connect
         )
-        self._remotes: dict[str, Any] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -387,43 +389,32 @@ class GrpcClient(MethodTable):
     @override
     async def call_remote(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         request = method.encode_arguments(*args, **kwargs)
-        remote, decode = self.remote(method.row.name), method.decode_answer
-        attempt: Attempt[Any]
-        if method.arity == "unary_stream":
-            attempt = partial(self._connection.call_for_stream, remote, request, decode)
-        else:
-            again = method.row.repeatable
-            attempt = partial(self._connection.call, remote, request, decode, repeatable=again)
+        attempt: Attempt[Any] = partial(
+            self._connection.call, method, request, method.decode_answer
+        )
         if method.polls:
             return await self._connection.poll(request, attempt, request.wait_s)
         return await attempt(wait_s=method.row.answer_s)
 
-    def remote(self, name: str) -> Any:
-        """A method of the channel, by its name in the .proto."""
-        if (found := self._remotes.get(name)) is None:
-            method = self.methods[name]
-            open_method = getattr(self._connection.channel, method.arity)
-            found = self._remotes[name] = open_method(
-                method.path, method.ask.serialize, method.answer.parse
-            )
-        return found
 
-
-async def _collect(
-    begin: Callable[[], grpc.aio.UnaryStreamCall[Request, Answer]], silence_s: float
-) -> list[Answer]:
+async def _collect(begin: Callable[[], Any], silence_s: float) -> list[Any]:
     """All messages of a stream. Raises TimeoutError if one takes longer than `silence_s`."""
-    answers: list[Answer] = []
-    clock = asyncio.get_running_loop().time
-    messages = begin()
+    async with aclosing(_messages(begin, silence_s)) as messages:
+        return [message async for message in messages]
+
+
+async def _messages(begin: Callable[[], Any], silence_s: float) -> AsyncGenerator[Any, None]:
+    call = begin()
     try:
-        async with asyncio.timeout(silence_s) as silence:
-            async for message in messages:
-                answers.append(message)
-                silence.reschedule(clock() + silence_s)
+        messages = aiter(call)
+        while True:
+            async with asyncio.timeout(silence_s):
+                message = await anext(messages, None)
+            if message is None:
+                return
+            yield message
     finally:
-        messages.cancel()
-    return answers
+        call.cancel()
 
 
 def row(name: str, *roles: MeshRole, **more: Any) -> Callable[[F], F]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, TypeVar
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Final
 
-import grpc
 from typing_extensions import override
 
 from meshrl.contract.codec import LEDGER, TEXT, Codec, EnumCodec, Field, printable
-from meshrl.contract.errors import CorruptError, UnavailableError, UserError
+from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.types import Audit, Sample, Score, StoredRun
 from meshrl.rewardd.pool.signatures import FunctionKind
 from meshrl.rewardd.registry.types import WATCHED, Case, Differences, Event, Name, Submission
 from meshrl.rpc.clients.base import INTERACTIVE_RETRY_S, GrpcClient, row
 from meshrl.rpc.credentials import MeshRole
-from meshrl.rpc.errors import from_rpc
 from meshrl.rpc.methods import MethodTable, bare_row, service
 from meshrl.v1 import queue_admin_pb2 as admin_pb
 from meshrl.v1 import reward_registry_pb2 as registry_pb
@@ -174,24 +172,13 @@ class QueueAdminClient(GrpcClient, QueueAdminTable):
             UnavailableError: the queue went away, or sent nothing for the connection's `answer_s`.
             CorruptError: the backup ends in the middle of a value.
         """
-        call = self.remote("Backup")(admin_pb.BackupRequest(), metadata=self._connection.metadata)
         cut: list[bytes] = []
-        stream = aiter(call)
-        try:
-            while True:
-                async with asyncio.timeout(self._connection.answer_s):
-                    message = await anext(stream, None)
-                if message is None:
-                    break
+        messages = self._connection.stream(
+            self.methods["Backup"], admin_pb.BackupRequest(), self._connection.answer_s
+        )
+        async with aclosing(messages):
+            async for message in messages:
                 yield list(_operations(message, cut))
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc(error, self._connection.name) from error
-        except TimeoutError as error:
-            raise UnavailableError(
-                f"{self._connection.name} has sent nothing for {self._connection.answer_s:.0f} s"
-            ) from error
-        finally:
-            call.cancel()
         if cut:
             raise CorruptError(f"{self._connection.name}: the backup ends in the middle of a value")
 
@@ -213,7 +200,6 @@ def _operations(message: admin_pb.BackupPiece, cut: list[bytes]) -> Iterator[Ope
             cut.clear()
 
 
-Answer = TypeVar("Answer")
 SAMPLES_PER_CALL = 512
 
 
@@ -226,7 +212,10 @@ class RewardRegistryClient(GrpcClient, RewardRegistryTable):
     async def submit(self, submission: Submission) -> registry_pb.SubmitRewardResponse:
         """Raises UserError with what is wrong, ConflictError, CapacityError."""
         return await self._connection.call(
-            self.remote("SubmitReward"), SUBMISSION.encode(submission), _same, wait_s=SUBMIT_S
+            self.methods["SubmitReward"],
+            SUBMISSION.encode(submission),
+            lambda answer: answer,
+            wait_s=SUBMIT_S,
         )
 
     @override
@@ -241,7 +230,3 @@ class RewardRegistryClient(GrpcClient, RewardRegistryTable):
 def _parts(samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
     for start in range(0, len(samples), SAMPLES_PER_CALL):
         yield samples[start : start + SAMPLES_PER_CALL]
-
-
-def _same(answer: Answer) -> Answer:
-    return answer

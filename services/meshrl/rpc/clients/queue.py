@@ -418,8 +418,8 @@ class QueueClient(GrpcClient, QueueTable):
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         requests = codec.encode_admit(run, tasks, cursor=cursor, wait_s=wait_s)
         attempt = partial(
-            self._connection.call_with_stream,
-            self.remote("Admit"),
+            self._connection.call,
+            self.methods["Admit"],
             requests,
             lambda answer: answer.admitted,
         )
@@ -437,15 +437,15 @@ class QueueClient(GrpcClient, QueueTable):
         messages = codec.encode_write(run, stage, blocks)
         if self._compresses:
             messages = [message.compressed() for message in messages]
-        await self._connection.call_with_stream(self.remote(name), messages, lambda _: None)
+        await self._connection.call(self.methods[name], messages, lambda _: None)
 
     @override
     async def fetch(
         self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str]
     ) -> Sequence[RowBlock]:
         request = pb.FetchRowsRequest(run=run, rows=codec.encode_rows(blocks), columns=columns)
-        return await self._connection.call_for_stream(
-            self.remote("Fetch"),
+        return await self._connection.call(
+            self.methods["Fetch"],
             request,
             lambda answer: codec.decode_fetched(answer, blocks),
         )

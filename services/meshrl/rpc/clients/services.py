@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Self
-
-import grpc
 
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, UnavailableError
@@ -23,7 +21,6 @@ from meshrl.rpc.clients.base import (
     row,
 )
 from meshrl.rpc.credentials import Credential, MeshRole
-from meshrl.rpc.errors import from_rpc
 from meshrl.rpc.methods import MethodTable, bare_row, service
 from meshrl.v1 import (
     reward_pb2,
@@ -130,7 +127,7 @@ class JudgeClient(GrpcClient, RewardTable):
         """Read the present reward hash. Raises UnavailableError."""
         request = reward_pb2.GetRewardInfoRequest()
         self._hash = await self._connection.call(
-            self.remote("GetInfo"), request, lambda answer: answer.reward_hash
+            self.methods["GetInfo"], request, lambda answer: answer.reward_hash
         )
 
     @property
@@ -151,7 +148,7 @@ class JudgeClient(GrpcClient, RewardTable):
         scores: list[Score] = []
         for request in _requests(samples, reward_hash):
             answer = await self._connection.call(
-                self.remote("Score"),
+                self.methods["Score"],
                 request,
                 lambda answer: [codec.SCORE.decode(score) for score in answer.scores],
                 wait_s=self._deadline_s,
@@ -182,31 +179,19 @@ class TrainerClient(GrpcClient, TrainerTable):
 
         Raises UnavailableError if the trainer stays away or sends nothing.
         """
-        budget = RetryBudget(self._connection.retry_s)
+        connection = self._connection
+        budget = RetryBudget(connection.retry_s)
+        request = trainer_pb2.WatchTrainerRequest(every_s=every_s)
         while True:
             try:
-                async for status in self._watch_once(every_s):
-                    budget.reset()
-                    yield status
-                    if status.phase.ended:
-                        return
+                messages = connection.stream(self.methods["Watch"], request, every_s + MARGIN_S)
+                async with aclosing(messages):
+                    async for message in messages:
+                        status = connection.decode(message, codec.TRAINER_STATUS.decode)
+                        budget.reset()
+                        yield status
+                        if status.phase.ended:
+                            return
+                raise UnavailableError(f"{connection.name} stopped sending its status")
             except UnavailableError as error:
                 await budget.pause(error)
-
-    async def _watch_once(self, every_s: float) -> AsyncIterator[TrainerStatus]:
-        """Statuses until the stream breaks. Then raises UnavailableError."""
-        call = self.remote("Watch")(
-            trainer_pb2.WatchTrainerRequest(every_s=every_s), metadata=self._connection.metadata
-        )
-        statuses = aiter(call)
-        try:
-            while True:
-                async with asyncio.timeout(every_s + MARGIN_S):
-                    message = await anext(statuses)
-                yield self._connection.decode(message, codec.TRAINER_STATUS.decode)
-        except grpc.aio.AioRpcError as failure:
-            raise from_rpc(failure, self._connection.name) from failure
-        except (TimeoutError, StopAsyncIteration) as error:
-            raise UnavailableError(f"{self._connection.name} stopped sending its status") from error
-        finally:
-            call.cancel()

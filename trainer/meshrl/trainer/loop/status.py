@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from meshrl.common import tracing
@@ -156,7 +156,7 @@ class LiveStatus:
             waiting_for=self._waiting_for,
         )
 
-    async def watch(self, every_s: float) -> AsyncIterator[TrainerStatus]:
+    async def watch(self, every_s: float) -> AsyncGenerator[TrainerStatus, None]:
         """A snapshot at once, after every change and at least every `every_s` seconds, until the end."""
         while True:
             changed = self._changed
