@@ -98,6 +98,25 @@ class DeviceChannel(Channel, Protocol):
         ...
 
 
+class Moved:
+    """The buckets that one end of a channel has moved, forgotten with the first bucket of a newer version.
+
+    A channel lives as long as the run.
+    """
+
+    def __init__(self) -> None:
+        self._moved: dict[Version, set[int]] = {}
+
+    def again(self, version: Version, index: int) -> bool:
+        """Note that a bucket is moved; True if it was before, so that what arrived then was corrupted."""
+        if version not in self._moved:
+            self._moved = {at: self._moved[at] for at in self._moved if at > version}
+            self._moved[version] = set()
+        again = index in self._moved[version]
+        self._moved[version].add(index)
+        return again
+
+
 class Carrier(Protocol):
     """A user's carrier of 0.2; until 0.3 `transport.WholeVersions` makes a transport of it."""
 

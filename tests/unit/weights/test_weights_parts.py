@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,13 +69,6 @@ def test_a_manifest_survives_its_protobuf_form() -> None:
     manifest = StubSource("run", Version(2, 9)).manifest
     about = stamp("run", 4, manifest.version)
     assert manifest_from_message(about, manifest_to_message(manifest)) == manifest
-
-
-def test_the_hash_is_xxh3_128_of_the_bytes() -> None:
-    bucket = np.arange(10, dtype=np.uint8)
-    assert digest(bucket) == digest(bucket.copy())
-    assert len(digest(bucket)) == 32
-    assert digest(bucket) != digest(bucket[::-1].copy())
 
 
 async def test_a_wait_without_progress_ends_and_warns_at_half_of_its_deadline() -> None:
@@ -159,6 +153,27 @@ async def test_a_disk_replica_without_the_shared_directory_says_so(tmp_path: Pat
         await channel.open(1.0)
     await channel.close()
     await carrier.close()
+
+
+@pytest.mark.parametrize("carrier", ["shm", "disk"])
+async def test_a_channel_keeps_nothing_of_the_versions_that_it_has_moved(
+    carrier: str, tmp_path: Path
+) -> None:
+    config, paths = WeightsConfig(carrier=carrier), RunPaths(directory=tmp_path)
+    trainer, replica = load_carrier(config, paths), load_carrier(config, paths)
+    link = Link(run="r", epoch=1, generation=1, endpoint=await trainer.listen(), rank=0)
+    sender, receiver = trainer.channel(link), replica.channel(replace(link, rank=1))
+    await receiver.open(60.0)
+    versions = [Version(1, step) for step in range(2 + config.keep)]
+    for version in versions:
+        source = StubSource("r", version)
+        await trainer.prepare(source)
+        await sender.send(source.manifest, 0, source.bucket(0))
+        await receiver.receive(source.manifest, 0, np.empty_like(source.bucket(0)))
+    first, alone = versions.pop(0), Version(2, 0)
+    assert sys.getrefcount(first) == sys.getrefcount(alone)
+    for end in (sender, receiver, trainer, replica):
+        await end.close()
 
 
 def padded() -> tuple[WeightManifest, np.ndarray[tuple[int], np.dtype[np.uint8]]]:

@@ -46,7 +46,7 @@ from meshrl.rpc.servicers import TableServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.v1 import weight_patches_pb2 as pb
 from meshrl.v1 import weight_patches_pb2_grpc as rpc
-from meshrl.weights.carrier import Channel, Link, RunPaths
+from meshrl.weights.carrier import Channel, Link, Moved, RunPaths
 from meshrl.weights.delta import apply
 from meshrl.weights.delta.patches import Held, PatchCache
 from meshrl.weights.transport import Pairs
@@ -167,7 +167,7 @@ class PatchSender(Channel):
         """The version that the replica was last committed to."""
         self._carrier = carrier
         self.config = carrier.config
-        self._sent: set[_Key] = set()
+        self._sent = Moved()
         self._offer: _Offer | None = None
         self._failure = ""
         self._changed = asyncio.Event()
@@ -175,9 +175,9 @@ class PatchSender(Channel):
     @override
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Offer a bucket until the replica has fetched it; a second time, whole. Raises UnavailableError."""
-        key = manifest.version, index
-        offer = self._offer = _Offer(key, manifest, bucket, whole=key in self._sent)
-        self._sent.add(key)
+        version = manifest.version
+        again = self._sent.again(version, index)
+        offer = self._offer = _Offer((version, index), manifest, bucket, whole=again)
         self._notify()
         try:
             # No deadline here: the coordinator has one for the acknowledgement.
@@ -260,7 +260,7 @@ class PatchReceiver(Channel):
         self._call: grpc.aio.UnaryStreamCall[pb.WeightPatchRequest, pb.WeightPatchPart] | None = (
             None
         )
-        self._requested: set[_Key] = set()
+        self._requested = Moved()
         self.moved_bytes = 0
         """Bytes sent for the last received bucket: of its patch, or its own."""
 
@@ -276,11 +276,10 @@ class PatchReceiver(Channel):
     @override
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
         """Fill `into`, from a patch of the held bucket or with the bucket itself. Raises WaitTimeoutError too."""
-        key = manifest.version, index
-        if key in self._requested:
-            logger.warning("bucket %d of weights %s arrived damaged: asking again", index, key[0])
+        version = manifest.version
+        if self._requested.again(version, index):
+            logger.warning("bucket %d of weights %s arrived damaged: asking again", index, version)
             self._held.forget()
-        self._requested.add(key)
         base = self._held.base(manifest, index)
         patch = await self._fetch(manifest, index, base[0] if base else None, into)
         if patch is not None:

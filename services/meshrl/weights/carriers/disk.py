@@ -18,7 +18,7 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.weights.carrier import Channel, Link, RunPaths
+from meshrl.weights.carrier import Channel, Link, Moved, RunPaths
 from meshrl.weights.delta.patches import Held
 from meshrl.weights.messages import gathered, is_whole
 from meshrl.weights.transport import Pairs
@@ -101,18 +101,16 @@ class DiskSender(Channel):
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
-        self._sent: set[tuple[Version, int]] = set()
+        self._sent = Moved()
 
     @override
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Does nothing the first time, because the version is staged; a second time, writes the bucket whole."""
-        key = manifest.version, index
-        if key in self._sent:
+        if self._sent.again(manifest.version, index):
             try:
                 await self._carrier.thread.run(self._carrier.writer.repair, manifest, index, bucket)
             except CapacityError as error:
                 raise UnavailableError(str(error)) from error
-        self._sent.add(key)
 
 
 class DiskReceiver(Channel):
@@ -130,7 +128,7 @@ class DiskReceiver(Channel):
         self._held = held
         self._reader = VersionReader(store, link.run, held)
         self._thread = thread
-        self._requested: set[tuple[Version, int]] = set()
+        self._requested = Moved()
         self.moved_bytes = 0
         """Read for the bucket that was received last."""
 
@@ -147,9 +145,7 @@ class DiskReceiver(Channel):
 
         Raises WaitTimeoutError, too, where the read takes too long.
         """
-        key = manifest.version, index
-        again = key in self._requested
-        self._requested.add(key)
+        again = self._requested.again(manifest.version, index)
         if again:
             self._held.forget()
 
@@ -158,7 +154,7 @@ class DiskReceiver(Channel):
 
         deadline_s = self.config.deadline_s(manifest.total_bytes)  # a joiner reads a chain
         reading = self._thread.run(read)
-        what = f"bucket {index} of weights {key[0]}"
+        what = f"bucket {index} of weights {manifest.version}"
         self.moved_bytes = await within(reading, deadline_s, what)
         if self.config.directory:  # else every version is whole, and none is the base of a patch
             self._held.arrived(manifest, index, into)

@@ -32,7 +32,7 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.weights.carrier import Channel, Link, RunPaths
+from meshrl.weights.carrier import Channel, Link, Moved, RunPaths
 from meshrl.weights.messages import Peer
 from meshrl.weights.shared_memory import PROBES, Mapped, Offer, Probe, SharedMemory, boot_id
 from meshrl.weights.transport import Pairs, Step
@@ -177,17 +177,16 @@ class ShmWriter(Channel):
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
-        self._sent: set[tuple[Version, int]] = set()
+        self._sent = Moved()
 
     @override
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Write the bucket if it is not there; a second time in any case. Raises UnavailableError."""
-        key = (manifest.version, index)
+        again = self._sent.again(manifest.version, index)
         try:
-            await self._carrier.write(manifest, index, bucket, again=key in self._sent)
+            await self._carrier.write(manifest, index, bucket, again=again)
         except CapacityError as error:
             raise UnavailableError(str(error)) from error
-        self._sent.add(key)
 
 
 class ShmReader(Channel):
@@ -198,7 +197,7 @@ class ShmReader(Channel):
         self._endpoint = link.endpoint
         self._nonce = ""
         self._mapped: tuple[Version, Mapped] | None = None
-        self._received: set[tuple[Version, int]] = set()
+        self._received = Moved()
 
     @override
     async def open(self, deadline_s: float) -> None:
@@ -219,10 +218,8 @@ class ShmReader(Channel):
     @override
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> Uint8:
         """The bucket in a private mapping, not copied; valid for as long as the array is referred to."""
-        key = (manifest.version, index)
-        if key in self._received:
+        if self._received.again(manifest.version, index):
             self._mapped = None  # it was wrong, and has been written again, perhaps in another file
-        self._received.add(key)
         starts = offsets(manifest)
         if self._mapped is None or self._mapped[0] != manifest.version:
             name = segment_name(self._nonce, manifest)
