@@ -97,8 +97,8 @@ class SharedChannel:
     async def _open(self, deadline_s: float) -> None:
         try:
             await self._channel.open(deadline_s)
-        except MeshError as error:
-            self.fail(str(error))
+        except Exception as error:  # whatever it is, the members learn of it here only
+            self.fail(str(error) if isinstance(error, MeshError) else repr(error))
 
 
 class Groups(Pairs):

@@ -20,8 +20,10 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.contract.types import TensorSpec, Uint8, Version, WeightManifest
-from meshrl.weights.carrier import Link, RunPaths
+from meshrl.weights.carrier import Channel, Link, RunPaths
+from meshrl.weights.carriers.nccl import Rendezvous
 from meshrl.weights.delta.patches import Held
+from meshrl.weights.groups import SharedChannel
 from meshrl.weights.messages import (
     digest,
     manifest_from_message,
@@ -30,6 +32,7 @@ from meshrl.weights.messages import (
     tensor_digest,
     wrong_tensors,
 )
+from meshrl.weights.nccl import messages
 from meshrl.weights.transport import load_carrier
 from meshrl.weights.version_store import VersionReader, VersionWriter, WeightStore
 from meshrl.weights.waiting import WorkerThread, first_ends, together, within
@@ -174,6 +177,32 @@ async def test_a_channel_keeps_nothing_of_the_versions_that_it_has_moved(
     assert sys.getrefcount(first) == sys.getrefcount(alone)
     for end in (sender, receiver, trainer, replica):
         await end.close()
+
+
+@pytest.mark.parametrize("sent", [messages.pack({"token": "\u00fc"}), b"\xff" * 8, b""])
+async def test_who_is_no_end_of_a_channel_is_refused_in_one_line(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    rendezvous = Rendezvous()
+    host, _, port = (await rendezvous.listen("127.0.0.1", 0)).partition("/")[0].partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(sent)
+    writer.write_eof()
+    assert await reader.read() == b""
+    writer.close()
+    await rendezvous.close()
+    assert "".join(caplog.messages).startswith("a connection to the weight carrier was refused: ")
+
+
+async def test_a_group_whose_end_cannot_be_opened_fails_at_once_whatever_the_reason() -> None:
+    class NoProcess(Channel):
+        async def open(self, deadline_s: float) -> None:
+            raise OSError("no more processes")
+
+    group = SharedChannel(1, [1, 2], NoProcess())
+    group.open(60.0)
+    await group.broken.wait()
+    assert group.reason == "OSError('no more processes')"
 
 
 def padded() -> tuple[WeightManifest, np.ndarray[tuple[int], np.dtype[np.uint8]]]:

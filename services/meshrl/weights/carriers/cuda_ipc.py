@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import hmac
 import secrets
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -35,7 +34,6 @@ from meshrl.weights.transport import Pairs
 from meshrl.weights.waiting import WorkerThread, within
 
 SLOTS = 2
-_HELLO_S = 10.0
 _T = TypeVar("_T")
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -116,16 +114,15 @@ class Carrier(Pairs):
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(_HELLO_S):
-                hello = await messages.read(reader)
-        except TimeoutError:
-            hello = None
-        token, channel = (str((hello or {}).get(key, "")) for key in ("token", "channel"))
-        known = hmac.compare_digest(token.encode(), self._token.encode())
-        if not known or self.expect(channel).done():
+            hello = await messages.greeting(reader, self._token)
+        except UnavailableError:
+            writer.close()
+            return
+        caller = self.expect(str(hello.get("channel", "")))
+        if caller.done():
             writer.close()
         else:
-            self.expect(channel).set_result((reader, writer))
+            caller.set_result((reader, writer))
 
 
 class Slot:

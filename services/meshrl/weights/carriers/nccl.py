@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import secrets
 from dataclasses import asdict, dataclass
@@ -46,7 +45,6 @@ from meshrl.weights.nccl.process import Facts, NcclProcess, NcclProcesses
 from meshrl.weights.waiting import within
 
 logger = logging.getLogger(__name__)
-_HELLO_S = 10.0
 _END_S = 10.0
 """How long the kernel may take to end a process that it was told to kill."""
 
@@ -355,10 +353,7 @@ class Rendezvous:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._callers.add(writer)
         try:
-            async with asyncio.timeout(_HELLO_S):
-                hello = await messages.read(reader)
-            if hello is None or not hmac.compare_digest(str(hello.get("token")), self._token):
-                raise UnavailableError("the token is wrong")
+            hello = await messages.greeting(reader, self._token)
             expected = self._expected.get(str(hello.get("prefix")))
             rank = hello.get("rank")
             if expected is None or not isinstance(rank, int) or not expected.wants(rank):
@@ -367,7 +362,7 @@ class Rendezvous:
             expected.add(WaitingPeer(facts=facts, rank=rank, _writer=writer))
             # The connection stays open until it is answered; the caller of `wait_for` has a deadline.
             await writer.wait_closed()
-        except (MeshError, TimeoutError, OSError) as error:
+        except (MeshError, OSError) as error:
             logger.warning("a connection to the weight carrier was refused: %s", error)
         finally:
             self._callers.discard(writer)

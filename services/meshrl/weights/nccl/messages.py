@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import socket
 import struct
 from typing import Any, TypeAlias
 
-from meshrl.contract.errors import InfraError
+from meshrl.contract.errors import InfraError, UnavailableError
 
 Frame: TypeAlias = dict[str, Any]
 LONGEST = 1 << 16
+HELLO_S = 10.0
 _LENGTH = struct.Struct("<I")
 
 
@@ -28,6 +30,19 @@ async def read(reader: asyncio.StreamReader) -> Frame | None:
         return _parse(await reader.readexactly(_length(head)))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
+
+
+async def greeting(reader: asyncio.StreamReader, token: str) -> Frame:
+    """The first frame of who connects, and shows the token. Raises UnavailableError for anybody else."""
+    try:
+        async with asyncio.timeout(HELLO_S):
+            frame = await read(reader) or {}
+    except (TimeoutError, InfraError) as error:
+        raise UnavailableError(f"it says nothing that is understood: {error!r}") from error
+    shown = str(frame.get("token", "")).encode("utf-8", "surrogatepass")
+    if not hmac.compare_digest(shown, token.encode()):
+        raise UnavailableError("the token is wrong")
+    return frame
 
 
 def receive(connection: socket.socket) -> Frame | None:
