@@ -22,6 +22,7 @@ import itertools
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ from meshrl.contract.types import Batch
 T = TypeVar("T")
 Ask: TypeAlias = Callable[[ports.Queue], Coroutine[Any, Any, T]]
 _NEVER: Final = 1 << 62
+LOOK_S: Final = 0.01
+"""Seconds between two looks of a worker that waits for its turn."""
 
 
 class Position(NamedTuple):
@@ -239,9 +242,6 @@ class QueueDataset(IterableDataset[TensorBatch]):
             except EndOfDataError:
                 self._turns.end(step)
                 return
-            except BaseException:
-                self._turns.end(step)
-                raise
             self._turns.pass_on(step)
             yield to_tensors(queue.call(fetch(batch)), columns)
 
@@ -292,34 +292,31 @@ class _Connection:
 class _Turns:
     """Lets workers take in turn: step s + 1 when s is taken.
 
-    consumes: nothing. waits for: the worker of the step before. unblocked by: `pass_on`, `end`. If a worker dies
-    during its turn, DataLoader ends the others.
+    consumes: nothing. waits for: the worker of the step before. unblocked by: `pass_on`, `end`. If a worker fails or
+    dies during its turn, DataLoader ends the others. It may kill one at any point, and with it a lock that it holds:
+    so there is none, only the worker whose turn it is writes, and the others look.
     """
 
     def __init__(self, first: int) -> None:
-        # These primitives survive a fork too; those of a "fork" context cannot be sent to a spawned process.
+        # Memory that survives a fork too; that of a "fork" context cannot be sent to a spawned process.
         context = multiprocessing.get_context("spawn")
-        self._next = context.Value("q", first)
-        self._end = context.Value("q", _NEVER)
-        self._changed = context.Condition()
+        self._next = context.Value("q", first, lock=False)
+        self._end = context.Value("q", _NEVER, lock=False)
 
     def wait(self, step: int) -> bool:
         """Returns True when `step` may be taken, False if there is no such step."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._next.value >= step or step >= self._end.value)
-            return bool(step < self._end.value)
+        while self._next.value < step < self._end.value:
+            time.sleep(LOOK_S)
+        return bool(step < self._end.value)
 
     def pass_on(self, step: int) -> None:
         """`step` is taken."""
-        with self._changed:
-            self._next.value = max(self._next.value, step + 1)
-            self._changed.notify_all()
+        if self._next.value <= step:  # else an earlier loop took it
+            self._next.value = step + 1
 
     def end(self, step: int) -> None:
         """Make `wait` return False for `step` and later steps."""
-        with self._changed:
-            self._end.value = min(self._end.value, step)
-            self._changed.notify_all()
+        self._end.value = min(self._end.value, step)
 
 
 def _end_with_parent() -> None:

@@ -76,7 +76,7 @@ def fill(address: str, count: int, **changes: Any) -> None:
 
     with Queue.connect(address) as queue:
         run = queue.open_run(spec(**changes))
-        run.put(tasks(count))
+        run.put(tasks(count, run.name))
         run.close_feed()
         remaining = count * GROUP
         while remaining:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -15,13 +16,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from meshrl.client import ConflictError, FencedError, UserError
+from meshrl.client import ConflictError, FencedError, UserError, WaitTimeoutError
 from meshrl.client.batches import Share
-from meshrl.client.dataset import QueueDataset
+from meshrl.client.dataset import QueueDataset, _Turns
 from meshrl.client.sync import Queue
 from meshrl.contract.types import Batch, BatchRow, Outcome, Uid, Version
 
-from .client_scenes import GROUP, fill, queue_process
+from .client_scenes import GROUP, fill, queue_process, spec
 
 TASKS = 12
 
@@ -84,6 +85,27 @@ def test_what_was_taken_ahead_and_not_settled_comes_again(address: str) -> None:
     with pytest.raises(FencedError):
         dataset.settle(1)
     dataset.close()
+
+
+def test_a_worker_that_is_killed_while_it_waits_for_its_turn_holds_no_other_up() -> None:
+    turns = _Turns(0)
+    waiting = multiprocessing.get_context("fork").Process(target=turns.wait, args=(1,))
+    waiting.start()
+    waiting.join(1)  # it waits by then; if not, this shows nothing
+    waiting.kill()
+    waiting.join()
+    turns.pass_on(0)
+    assert turns.wait(1)
+
+
+def test_a_loop_after_one_that_waited_in_vain_gets_what_came_since(address: str) -> None:
+    with Queue.connect(address) as queue:
+        queue.open_run(spec("late"))
+        with QueueDataset(address, run="late", groups=2, wait_s=0.01) as dataset:
+            with pytest.raises(WaitTimeoutError):
+                next(iter(dataset))
+            fill(address, 2, run="late")
+            assert [batch.step for batch in dataset] == [0]
 
 
 def test_ranks_fetch_their_own_rows_of_one_batch(address: str) -> None:
