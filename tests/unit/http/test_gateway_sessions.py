@@ -61,6 +61,7 @@ async def test_a_claim_past_its_deadline_takes_no_session(session: AgentSession)
     table = SessionTable(prompt_tokens=None)
     with pytest.raises(WaitTimeoutError, match="no row came"):
         await table.claim(0.01)
+    assert not table._claims
     assert not table.hand_over(session, address("", session))
 
 

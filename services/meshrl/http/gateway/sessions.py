@@ -76,6 +76,7 @@ class SessionTable:
         self._open: dict[str, AgentSession] = {}
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._claims: deque[Claim] = deque()
+        """Claims of callers that wait, the oldest first."""
         self.said: WeakKeyDictionary[AgentSession, SaidBefore] = WeakKeyDictionary()
         """The conversations of open sessions by their answers, for clients that name an answer."""
         self._draining = False
@@ -89,7 +90,7 @@ class SessionTable:
     @property
     def demand(self) -> int:
         """Number of callers who wait for a session."""
-        return sum(not claim.done() for claim in self._claims)
+        return len(self._claims)
 
     def tell_ignored(self, session: AgentSession, fields: Collection[str]) -> None:
         """Say once in the log, whichever session comes first, that a field of requests changes nothing."""
@@ -130,12 +131,10 @@ class SessionTable:
 
     def hand_over(self, session: AgentSession, address: Address) -> bool:
         """Give an open session to the external agent that has waited longest; False when none waits."""
-        while self._claims:
-            claim = self._claims.popleft()
-            if not claim.done():
-                claim.set_result(session)
-                return True
-        return False
+        if not self._claims:
+            return False
+        self._claims.popleft().set_result(session)
+        return True
 
     async def claim(self, wait_s: float) -> AgentSession:
         """A session for an external agent.
@@ -159,7 +158,8 @@ class SessionTable:
                 claim.result().finished.set()  # the caller does not get it: its row goes back
             raise
         finally:
-            claim.cancel()
+            if claim in self._claims:
+                self._claims.remove(claim)
 
     def find(self, authorization: str, session_id: str | None = None) -> AgentSession:
         """The session of this key; `session_id`, if given, must be its id.
@@ -187,10 +187,9 @@ class SessionTable:
     def drain(self) -> None:
         """Give out no more sessions; waiting callers get UnavailableError."""
         self._draining = True
-        for claim in self._claims:
-            if not claim.done():
-                claim.set_exception(UnavailableError("this worker drains: claim at another one"))
-        self._claims.clear()
+        while self._claims:
+            drains = UnavailableError("this worker drains: claim at another one")
+            self._claims.popleft().set_exception(drains)
 
 
 def address(url: str, session: AgentSession) -> Address:
