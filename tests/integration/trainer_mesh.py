@@ -258,13 +258,14 @@ class Mesh:
         settings = self.settings(total_steps, **config)
         compute = Compute(self.world.device)
         learner = self.learner()
+        metrics = MetricsLog(self.directory / "metrics.jsonl")
+        kept = TrajectoryLog(self.directory / FOLDER)
         try:
             context = RunContext(
                 settings=settings, queue=self.queue, learner=learner, compute=compute
             )
             state = await resume(context)
             evaluator = None
-            kept = TrajectoryLog(self.directory / FOLDER)
             if held_out:
                 evaluator = Evaluator(
                     self.queue,
@@ -279,10 +280,12 @@ class Mesh:
                 state,
                 self.sampler,
                 evaluator=evaluator,
-                metrics=MetricsLog(self.directory / "metrics.jsonl"),
+                metrics=metrics,
                 trajectories=kept,
             )
         finally:
+            await asyncio.to_thread(kept.close)
+            metrics.close()
             compute.close()
 
     async def train(self, total_steps: int | None, **config: Any) -> int:

@@ -7,17 +7,23 @@ import importlib.util
 import json
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as arrow
 import pytest
 
+from meshrl.config import Recipe
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.trainer.loggers._types import COLUMNS, LoggedRun, rows_of
+from meshrl.contract.types import Task, Version
+from meshrl.launcher.services.trainer import open_logs
+from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun, rows_of
 from meshrl.trainer.metrics.log import LearningCheck, MetricsLog, open_loggers
 from meshrl.trainer.trajectories.table import schema
 from tests.doubles import loggers as recorded_loggers
+
+from . import rank_work
 
 PACKAGES = ("mlflow", "swanlab", "trackio", "wandb")
 SETTINGS = {"actor.optim.lr": 0.1, "run.name": "my", "data.train_files": ["a"]}
@@ -139,6 +145,80 @@ def test_an_unknown_logger_and_one_that_is_not_installed_are_one_line(
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(UserError, match=r"trainer\.logger: trackio cannot be used"):
         open_loggers(["trackio"], run_in(tmp_path))
+
+
+OWN_LOGGER = """
+def open_logger(run):
+    return OwnLogger(run)
+
+class OwnLogger:
+    def __init__(self, run):
+        self._file = (run.directory / "own.txt").open("w")
+
+    def write(self, step, values):
+        self._file.write(f"metrics of {step}\\n")
+
+    def rows(self, step, rows):
+        self._file.write(f"{rows.split} rows of {step}\\n")
+
+    def close(self):
+        self._file.close()
+"""
+
+
+async def test_a_logger_has_all_figures_before_it_is_closed_also_where_training_fails(
+    tmp_path: Path,
+    text_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "my_shop").mkdir()
+    (tmp_path / "my_shop" / "own_logger.py").write_text(OWN_LOGGER)
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = Recipe.model_validate(
+        {
+            "run": {"name": "r", "dir": str(tmp_path)},
+            "model": {"path": str(text_model)},
+            "trainer": {"logger": ["my_shop.own_logger"]},
+        }
+    )
+    row = rank_work.trajectories()[0]
+    task = Task(run="r", task_id=row.uid.task, prompt_ids=row.tokens[: row.prompt_length])
+    with pytest.raises(RuntimeError, match="the step failed"):
+        async with open_logs(recipe, 0) as (metrics, trajectories):
+            metrics.write(1, {"reward/mean": 0.5})
+            trajectories.evaluated(Version(1, 1), {row.uid.task: task}, [row])
+            raise RuntimeError("the step failed")
+    assert (tmp_path / "own.txt").read_text() == "metrics of 1\neval rows of 1\n"
+    assert "does not take" not in caplog.text
+
+
+class Strict:
+    """Refuses to be closed, and whatever comes later."""
+
+    closed = False
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        assert not self.closed
+
+    def rows(self, step: int, rows: LoggedRows) -> None:
+        assert not self.closed
+
+    def close(self) -> None:
+        self.closed = True
+        raise OSError("no space")
+
+
+def test_a_logger_that_cannot_be_closed_keeps_no_other_from_it_and_gets_nothing_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    both = [Strict(), Strict()]
+    log = MetricsLog(tmp_path / "metrics.jsonl", both)
+    log.close()
+    log.rows(1, "train", table())
+    assert [one.closed for one in both] == [True, True]
+    assert caplog.text.count("the logger Strict cannot be closed") == 2
+    assert "does not take" not in caplog.text
 
 
 def test_metrics_are_written_whatever_a_logger_does(tmp_path: Path) -> None:

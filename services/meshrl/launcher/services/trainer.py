@@ -13,7 +13,8 @@ import asyncio
 import os
 import signal
 import socket
-from contextlib import AsyncExitStack, closing, nullcontext
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing, nullcontext
 from functools import partial
 
 from meshrl.common import tracing
@@ -134,51 +135,64 @@ async def _lead(
         ),
         on_committed=partial(queue.publish, setting.run),
     )
+    async with AsyncExitStack() as stack:
+        metrics, trajectories = await stack.enter_async_context(open_logs(recipe, state.step))
+        judge = None
+        if "reward" in context.addresses:
+            judge = JudgeClient(context.addresses["reward"])
+            stack.push_async_callback(judge.close)
+        trainer = Trainer(
+            parts,
+            state,
+            plane,
+            evaluator=await _evaluator(recipe, setting, queue, trajectories),
+            metrics=metrics,
+            trajectories=trajectories,
+            rewards=_rewards(recipe, queue, judge),
+            turns=turns,
+        )
+
+        def drain() -> None:
+            trainer.drain()
+            patience.stop_waiting()  # the queue may be stopped at the same moment
+
+        servicers: list[Servicer] = [TrainerServicer(trainer.status), WeightsServicer(plane)]
+        async with GrpcServer(context.settings, servicers) as server, plane:
+            server.registry.register(TrainerCollector(setting.run, trainer.status.status))
+            await server.ready()
+            await work_until_stopped(server, trainer.run(), drain)
+            await asyncio.sleep(LAST_WORD_S)
+    return trainer
+
+
+@asynccontextmanager
+async def open_logs(recipe: Recipe, step: int) -> AsyncIterator[tuple[MetricsLog, TrajectoryLog]]:
+    """The logs of a run from `step` on, closed at the end, however that comes: rows first, which loggers get too.
+
+    Raises:
+        UserError, ConfigError: a logger cannot be opened.
+    """
     logged = LoggedRun(
         directory=recipe.run.path,
         project=recipe.trainer.project_name,
         name=recipe.trainer.experiment_name or recipe.run.name,
         settings=flat(recipe.model_dump(mode="json")),
-        step=state.step,
+        step=step,
     )
-    metrics = MetricsLog(
-        recipe.metrics_path,
-        open_loggers(recipe.trainer.logger, logged),
-    )
-    judge = JudgeClient(context.addresses["reward"]) if "reward" in context.addresses else None
-    trajectories = TrajectoryLog(
-        recipe.run.path / FOLDER,
-        share=recipe.trainer.log_share,
-        max_bytes=recipe.trainer.log_bytes,
-        tokenizer=recipe.tokenizer_dir,
-        keeps_inputs=recipe.reward.mixed_versions == "rescore",
-        pictures=reads_images(recipe.model.path),
-        on_rows=metrics.rows,
-    )
-    trainer = Trainer(
-        parts,
-        state,
-        plane,
-        evaluator=await _evaluator(recipe, setting, queue, trajectories),
-        metrics=metrics,
-        trajectories=trajectories,
-        rewards=_rewards(recipe, queue, judge),
-        turns=turns,
-    )
-
-    def drain() -> None:
-        trainer.drain()
-        patience.stop_waiting()  # the queue may be stopped at the same moment
-
-    servicers: list[Servicer] = [TrainerServicer(trainer.status), WeightsServicer(plane)]
-    async with AsyncExitStack() as stack, GrpcServer(context.settings, servicers) as server, plane:
-        if judge is not None:
-            stack.push_async_callback(judge.close)
-        server.registry.register(TrainerCollector(setting.run, trainer.status.status))
-        await server.ready()
-        await work_until_stopped(server, trainer.run(), drain)
-        await asyncio.sleep(LAST_WORD_S)
-    return trainer
+    async with AsyncExitStack() as stack:
+        loggers = open_loggers(recipe.trainer.logger, logged)
+        metrics = stack.enter_context(closing(MetricsLog(recipe.metrics_path, loggers)))
+        trajectories = TrajectoryLog(
+            recipe.run.path / FOLDER,
+            share=recipe.trainer.log_share,
+            max_bytes=recipe.trainer.log_bytes,
+            tokenizer=recipe.tokenizer_dir,
+            keeps_inputs=recipe.reward.mixed_versions == "rescore",
+            pictures=reads_images(recipe.model.path),
+            on_rows=metrics.rows,
+        )
+        stack.push_async_callback(asyncio.to_thread, trajectories.close)
+        yield metrics, trajectories
 
 
 def _rewards(recipe: Recipe, queue: Queue, judge: JudgeClient | None) -> RewardVersionGuard | None:

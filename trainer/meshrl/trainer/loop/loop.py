@@ -111,8 +111,8 @@ class Trainer:
             publisher: Takes versions, on rank 0. It tells the queue what the fleet has committed.
             rewards: Makes each batch one of a single reward version; None takes rows as they were scored.
             evaluator: Held-out tasks, on rank 0 only; None evaluates nothing.
-            metrics: Log of metrics, on rank 0 only.
-            trajectories: Log of rows, on rank 0 only.
+            metrics: Log of metrics, on rank 0 only; the caller closes it.
+            trajectories: Log of rows, on rank 0 only; the caller closes it.
             turns: When the device is the trainer's, which has it now; None: always.
         """
         settings = context.settings
@@ -433,8 +433,4 @@ class Trainer:
         await self._checkpointer.close()
         if self._rewards:
             await self._rewards.close()
-        if self._metrics:
-            self._metrics.close()
-        if self._trajectories:
-            await asyncio.to_thread(self._trajectories.close)
         self.status.ended(failed)

@@ -84,7 +84,8 @@ class MetricsLog:
         for sink in self._sinks if sinks is None else sinks:
             try:
                 with self._turn:
-                    tell(sink)
+                    if sink in self._sinks:
+                        tell(sink)
             except Exception as error:  # the packages of loggers raise anything, and training does not depend on them
                 if sink not in self._failed:
                     self._failed.append(sink)
@@ -94,11 +95,18 @@ class MetricsLog:
                     )  # fmt: skip
 
     def close(self) -> None:
-        """Flush and end every sink."""
+        """Flush and end every sink; none gets what a slow disk has written later."""
         self._file.close()
-        for sink in self._sinks:
-            with self._turn:
+        with self._turn:
+            sinks, self._sinks = self._sinks, ()
+        for sink in sinks:
+            try:
                 sink.close()
+            except Exception as error:  # as above
+                log.warning(
+                    "the logger %s cannot be closed, and may lack its last figures: %s: %s",
+                    type(sink).__name__, type(error).__name__, error,
+                )  # fmt: skip
 
     def _save(self, line: str) -> None:
         error = self._file.write_or_keep(line)
