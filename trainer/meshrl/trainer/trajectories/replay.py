@@ -218,6 +218,8 @@ def _manifest(row: Mapping[str, Any]) -> BatchRow:
         oldest=min(versions, key=lambda v: (v.step, v.epoch), default=nothing),
         newest=max(versions, default=nothing),
         outcome=Outcome(row["outcome"]),
+        # As the rollout says: micro-batches are cut by it, and sums are added in their order.
+        prompt_tokens=row["prompt_length"],
     )
 
 
