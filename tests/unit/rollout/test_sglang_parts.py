@@ -197,3 +197,21 @@ def test_a_mixture_with_tied_embeddings_is_refused(name: str, tied: bool, refuse
     assert len(found) == refused
     if refused:
         assert found[0][1].startswith(f"SGLang gives {name} an output embedding of its own, and m ")
+
+
+@pytest.mark.parametrize(
+    ("options", "unseen"),
+    [
+        ({"url": "http://gpu-7:30000"}, True),
+        ({"url": "http://gpu-7:30000", "staging": "/mnt/both"}, False),
+        ({"url": "http://127.0.0.1:30000"}, False),
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_a_server_elsewhere_sees_no_files_of_this_machine(
+    options: dict[str, Any], unseen: bool
+) -> None:
+    assert Config.model_validate(options).stages_out_of_sight is unseen
+    assert VllmConfig.model_validate(options).stages_out_of_sight is unseen
+    assert not VllmConfig.model_validate({**options, "update": "native"}).stages_out_of_sight

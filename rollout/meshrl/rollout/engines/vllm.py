@@ -157,6 +157,11 @@ class Config(ServerConfig):
                     f"vLLM takes none with rollout.engine.speculative; want {off}, or no guesses",
                 )
 
+    @property
+    @override
+    def stages_out_of_sight(self) -> bool:
+        return self.update == "staged" and super().stages_out_of_sight
+
     @override
     def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
         yield from super().faults(machine, model)

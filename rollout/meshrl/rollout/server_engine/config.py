@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshrl.common.config import Config as BaseConfig
 from meshrl.common.config import Environment, Machine
+from meshrl.common.sockets import is_loopback
 from meshrl.contract.types import SamplingParams
 from meshrl.rollout.config import longer_than
 
@@ -74,6 +76,13 @@ class ServerConfig(BaseConfig):
     """Seconds without a token after which a running request has failed."""
     restarts: NonNegativeInt = 3
     """How often in a row the server is restored, with no response finished in between, before the engine stops."""
+
+    @property
+    def stages_out_of_sight(self) -> bool:
+        """Versions are files of this machine, and the server is at a `url` of another."""
+        if self.url is None or self.staging is not None:
+            return False
+        return not is_loopback(urlsplit(self.url).hostname or "")
 
     def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
         """Options with which the server could not start on this machine or model, each with one sentence."""

@@ -171,6 +171,12 @@ class ServerEngine(Engine, AdapterSink, LendingSink, LocatedSink):
         except BaseException:
             self._staging.close()
             raise
+        if self._config.stages_out_of_sight:
+            log.warning(
+                "rollout.engine.url %s is not on this machine, where new weights become files for it: set"
+                " rollout.engine.staging to a folder of both, or no update reaches it",
+                self.url,
+            )
         self._capacity = CacheCapacity(slots=self._limit.slots, longest=self.max_model_len)
         self._up = True
         self._watchdog = asyncio.create_task(self._watch(), name=f"{self._server.name} watchdog")
