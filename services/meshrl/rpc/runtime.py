@@ -222,7 +222,7 @@ class GrpcServer:
                 )
             await self._grpc.start()
             self._closing = undo.pop_all()
-        log.info("serving %s on %s", ", ".join(names[:-1]), self.address)
+        log.info("serving %s on %s", ", ".join(names[:-1] or names), self.address)
         return self
 
     async def __aexit__(self, *raised: object) -> None:

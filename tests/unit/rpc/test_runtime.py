@@ -76,6 +76,14 @@ async def test_reflection_lists_the_services() -> None:
     assert {*SERVICES, "grpc.health.v1.Health"} <= set(names)
 
 
+async def test_a_server_without_a_service_of_its_own_says_what_it_serves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with GrpcServer(ServerSettings(), []) as server:
+        assert f"serving grpc.health.v1.Health on {server.address}" in caplog.text
+
+
 async def test_metrics_count_calls_by_method_and_status() -> None:
     async with serve() as server, grpc.aio.insecure_channel(server.address) as channel:
         await health_of(channel, "")
