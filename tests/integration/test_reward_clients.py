@@ -34,6 +34,18 @@ async def run_command(service: Service, *arguments: str) -> str:
     return str(result.stdout)
 
 
+async def test_a_ground_truth_is_text_unless_it_is_said_to_be_json(tmp_path: Path) -> None:
+    text = source(1).replace("return 1", "return float(ground_truth == '42')")
+    (tmp_path / "same.py").write_text(text)
+    async with serving(tmp_path) as service:
+        await run_command(service, "submit", str(tmp_path / "same.py"))
+        trial = ("test", "same", "--solution", "x")
+        assert (await run_command(service, *trial, "--truth", "42")).startswith("1  (")
+        assert (await run_command(service, *trial, "--truth-json", "42")).startswith("0  (")
+        for wrong in (("--truth-json", "[4"), ("--truth", "4", "--truth-json", "4")):
+            assert isinstance((await cli(service, *trial, *wrong)).exception, UserError)
+
+
 async def test_each_command_works(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / f"r{number}.py").write_text(source(number))

@@ -68,6 +68,8 @@ def _ask(context: click.Context, question: Callable[[Any], Awaitable[Answer]]) -
     "--kind",
     type=click.Choice([k.value for k in FunctionKind]),
     default=FunctionKind.COMPUTE_SCORE.value,
+    show_default=True,
+    help="How it is called (docs/how-to/submit-rewards.md).",
 )
 @click.option("--deps", default="", help="Packages that it imports, separated by commas.")
 @click.option("--tests", type=PATH, help="JSON lines: solution, score, ground_truth ...")
@@ -181,18 +183,23 @@ def retire(context: click.Context, name: str, version: str) -> None:
 @reward.command("test")
 @click.argument("name")
 @click.option("--solution", required=True, help="The response.")
-@click.option("--truth", default="null", help="The ground truth: JSON, or text.")
-@click.option("--data-source", default="")
+@click.option(
+    "--truth", help="The ground truth as text, which most data sets have: 42 is no number."
+)
+@click.option(
+    "--truth-json", metavar="JSON", help="A ground truth that is no text: a number, a list."
+)
+@click.option("--data-source", default="", help="As in the data; empty if not given.")
 @click.option("--version", default="", help="The current one if not given.")
 @json_option
 @click.pass_context
-def test_(context: click.Context, /, name: str, solution: str, truth: str, **options: Any) -> None:
+def test_(context: click.Context, /, name: str, solution: str, **options: Any) -> None:
     """Score one solution with NAME; the score does not enter the run."""
     sample = Sample(
         uid=Uid("try", "sample", 0),
         data_source=options["data_source"],
         solution=solution,
-        ground_truth=_json_or_text(truth),
+        ground_truth=_truth(options["truth"], options["truth_json"]),
         extra_info={},
     )
     (score,) = _ask(context, lambda client: client.score(name, options["version"], [sample]))
@@ -314,11 +321,16 @@ def _limit(text: str) -> tuple[str, float]:
         raise UserError(f"--limit {text!r}: want NAME=NUMBER") from error
 
 
-def _json_or_text(text: str) -> Json:
-    try:
-        return json.loads(text)
-    except ValueError:
+def _truth(text: str | None, as_json: str | None) -> Json:
+    if as_json is None:
         return text
+    if text is not None:
+        raise UserError("--truth and --truth-json are two ground truths: give one")
+    try:
+        truth: Json = json.loads(as_json)
+    except ValueError as error:
+        raise UserError(f"--truth-json: {as_json!r} is not JSON: {error}") from error
+    return truth
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Json]]]:
