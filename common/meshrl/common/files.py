@@ -72,6 +72,18 @@ def replace_file(path: Path, content: str | bytes, *, private: bool = False) -> 
         raise
 
 
+def make_private(directory: Path, what: str) -> None:
+    """Make a directory where it is missing, closed to other users.
+
+    Raises:
+        ConfigError: it cannot be made; the message calls it `what`.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{what}: {directory}: {error.strerror}") from error
+
+
 def check_owner(path: Path, what: str) -> os.stat_result:
     """Refuse a file or directory of another user, who could change it; root's is fine.
 

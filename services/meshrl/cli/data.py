@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from meshrl.cli.options import json_option, recipe_argument
+from meshrl.cli.options import LIMIT, json_option, recipe_argument
 from meshrl.common.plain_text import counted, say, say_json
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.checks import unusable
@@ -40,7 +40,9 @@ def data() -> None:
 @data.command()
 @recipe_argument
 @json_option
-@click.option("--limit", default=20, show_default=True, help="Most bad rows to name; 0 for all.")
+@click.option(
+    "--limit", type=LIMIT, default=20, show_default=True, help="Most bad rows to name; 0 for all."
+)
 @click.option("--strict", is_flag=True, help="Exit with 2 for warnings too.")
 def check(
     recipe: Path, overrides: tuple[str, ...], as_json: bool, limit: int, strict: bool
@@ -86,7 +88,7 @@ def stats(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 @json_option
 @click.option("--at", metavar="FILE:ROW", help="This row, as messages name it.")
 @click.option("--held-out", is_flag=True, help="Rows for evaluation.")
-@click.option("--limit", default=3, show_default=True, help="Rows to show; 0 for all.")
+@click.option("--limit", type=LIMIT, default=3, show_default=True, help="Rows to show; 0 for all.")
 def show(
     recipe: Path,
     overrides: tuple[str, ...],

@@ -219,6 +219,7 @@ def credentials(folder: Path, apart: bool) -> None:
 
     # The folder itself may hold what others read, as /etc/meshrl does.
     (hand_out if apart else ensure_credentials)(folder)
+    say(f"credentials are in {folder if apart else folder / 'credentials'}")
 
 
 def _placed(

@@ -20,6 +20,8 @@ from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, newest_run_dir
 
 F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
+LIMIT = click.IntRange(0, 10**9)
+"""A number of rows; 0: all."""
 
 
 RUNS = Path("runs")
@@ -165,6 +167,10 @@ class Finite(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value!r} is no finite number", param, ctx)
         return number
+
+    @override
+    def _describe_range(self) -> str:
+        return "" if self.min is self.max is None else super()._describe_range()
 
 
 def recipe_argument(function: F) -> F:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from meshrl.api import Row, find_rows
 from meshrl.cli.find_mesh import say_which
-from meshrl.cli.options import Finite, NamedRun, json_option, names_run, run_at
+from meshrl.cli.options import LIMIT, Finite, NamedRun, json_option, names_run, run_at
 from meshrl.common.plain_text import counted, harmless, one_line, say, say_json
 from meshrl.config.loading import load_run
 from meshrl.config.recipe import Recipe
@@ -54,9 +54,7 @@ WAIT_S = 0.05
 @click.option("--best", is_flag=True, help="The highest rewards first.")
 @click.option("--uid", metavar="U", help="One row, or all rows of a task, whole.")
 @click.option("--where", metavar="EXPR", help="For example 'reward < 0.5 and staleness > 1'.")
-@click.option(
-    "--limit", type=click.IntRange(min=0), help=f"Most rows; {LISTED} if not given, 0 for all."
-)
+@click.option("--limit", type=LIMIT, help=f"Most rows; {LISTED} if not given, 0 for all.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object per line, all columns.")
 def rows(
     named: NamedRun,
@@ -305,7 +303,9 @@ def trace(named: NamedRun, uid: str, as_json: bool) -> None:
     files = SpanFiles(directory)
     spans = files.row(row)
     if not spans:
-        raise NotFoundError(files.problem or f"row {row} was not traced (run.trace)")
+        raise NotFoundError(
+            files.problem or f"row {row} was not traced; run.trace=1 traces all rows"
+        )
     if as_json:
         for span in spans:
             say_json(json.dumps(span))

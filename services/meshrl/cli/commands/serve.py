@@ -18,7 +18,7 @@ import click
 from meshrl.cli.options import PATH, accept_changes_option, recipe_argument
 from meshrl.common import plugins, tracing
 from meshrl.common.device_lease import DEVICES
-from meshrl.common.files import lasting_fault
+from meshrl.common.files import lasting_fault, make_private
 from meshrl.common.plain_text import LogFormatter, RepeatedLines, say, say_error
 from meshrl.common.process_guard import die_with_supervisor
 from meshrl.common.sockets import TRUSTED_VARIABLE
@@ -39,10 +39,26 @@ log = logging.getLogger(__name__)
 @click.argument("service")
 @recipe_argument
 @click.option("--name", envvar="MESHRL_NAME", help="Unique in the mesh; SERVICE if not given.")
-@click.option("--host", envvar="MESHRL_HOST", default="127.0.0.1", show_default=True)
-@click.option("--port", envvar="MESHRL_PORT", type=click.IntRange(0, 65535), default=0)
 @click.option(
-    "--metrics-port", envvar="MESHRL_METRICS_PORT", type=click.IntRange(0, 65535), default=0
+    "--host",
+    envvar="MESHRL_HOST",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on.",
+)
+@click.option(
+    "--port",
+    envvar="MESHRL_PORT",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="Port for the mesh; a free one if not given.",
+)
+@click.option(
+    "--metrics-port",
+    envvar="MESHRL_METRICS_PORT",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="Port for Prometheus; a free one if not given.",
 )
 @click.option(
     "--allow-insecure-bind",
@@ -299,7 +315,8 @@ def _claimed(placement: Placement, run_dir: Path) -> str:
         and (len(placement.hosts) == 1 or each.host.name == socket.gethostname())
     ]
     folder = run_dir / "placement"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(run_dir, "run.dir")
+    folder.mkdir(exist_ok=True)
     for worker in here:
         descriptor = os.open(folder / worker, os.O_RDWR | os.O_CREAT, 0o660)
         try:
