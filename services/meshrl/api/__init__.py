@@ -26,6 +26,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic_core import to_jsonable_python
 
+from meshrl.common.files import make_private
 from meshrl.common.python_process import PYTHON
 from meshrl.config.loading import in_yaml, load_recipe
 from meshrl.config.recipe import METRICS_NAME
@@ -215,7 +216,8 @@ def run(
     if finished_line(loaded) is not None:
         return Run(directory)
     logs = directory / "logs"
-    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(directory, "run.dir")
+    make_private(logs, "run.dir")
     options = ["--plain"]
     if accept_changes:
         options.append("--accept-changes")

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from meshrl.common.files import json_object, replace_file
+from meshrl.common.files import json_object, make_private, replace_file
 from meshrl.config.changes import Change, Content, Effect, Mark, changes, content_of, shapes_of
 from meshrl.config.loading import anchored, in_yaml, read_yaml, recorded
 from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME, Recipe, algorithm_needs
@@ -148,7 +148,7 @@ def begin(
         if record is None:
             return []
         return _judged(record, recipe, directory, accept_changes, sections)[1]
-    directory.mkdir(parents=True, exist_ok=True)
+    make_private(directory, "run.dir")
     with _locked(directory):
         record = RecordedRun.load(directory)
         record, lines = _judged(record, recipe, directory, accept_changes, sections)

@@ -23,7 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final, Generic, TypeAlias, TypeVar
 
-from meshrl.common.files import check_owner, check_private_file
+from meshrl.common.files import check_owner, check_private_file, make_private
 from meshrl.contract.errors import ConfigError, UserError
 
 log = logging.getLogger(__name__)
@@ -260,12 +260,9 @@ def open_run_directory(run_dir: Path) -> None:
     """Make the directory of a run and its credentials where they are missing, closed to other users.
 
     Raises:
-        UserError: it cannot be written. ConfigError: it is another user's.
+        UserError: it cannot be written. ConfigError: it cannot be made, or is another user's.
     """
-    try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"run.dir: {run_dir}: {error.strerror}") from error
+    make_private(run_dir, "run.dir")
     check_owner(run_dir, "run.dir")
     tighten(run_dir)
     ensure_credentials(run_dir)

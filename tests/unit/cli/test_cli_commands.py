@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,6 +91,24 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     recipe()
     ended = run(*arguments)
     assert (ended.code, ended.err.splitlines(), ended.out) == (2, [line], "")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("demo run.dir=afile", "error: run.dir: afile: File exists"),
+        ("queue restore backup my.yaml run.dir=afile", "error: run.dir: afile: File exists"),
+        ("data show my.yaml --limit -1", "-1 is not in the range"),
+        ("rows --limit 99999999999999999999", "99999999999999999999 is not in the range"),
+    ],
+)
+def test_a_file_for_a_directory_and_a_number_out_of_range_are_said(
+    run: Run, command: str, said: str
+) -> None:
+    recipe()
+    Path("afile").touch()
+    ended = run(*command.split())
+    assert ended.code == 2 and said in ended.err
 
 
 def test_the_trainer_of_a_mesh_in_containers_is_asked_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,6 +307,21 @@ def say(where: str, words: tuple[str, ...], much: str) -> None:
 def test_an_option_of_the_group_may_stand_behind(typed: str, said: str | None) -> None:
     done = CliRunner().invoke(group, typed.split())
     assert (done.output.strip() if not done.exit_code else None) == said
+
+
+def every_command(command: click.Command, context: click.Context) -> Iterator[str]:
+    yield command.get_help(context)
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from every_command(found, click.Context(found, context, name))
+
+
+def test_no_help_shows_a_limit_that_there_is_not() -> None:
+    shown = list(every_command(cli, click.Context(cli)))
+    assert len(shown) > 50
+    assert [text for text in shown if "None" in text] == []
 
 
 def test_the_groups_of_a_running_mesh_are_such() -> None:

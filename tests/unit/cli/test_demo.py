@@ -209,6 +209,16 @@ def test_only_preparing_makes_what_is_missing_and_leaves_the_rest(
     assert (tmp_path / "queue" / "data").exists()
 
 
+def test_the_directory_that_it_makes_is_closed_to_other_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshrl.cli.demo.prepare.prepare", lambda *_, **__: None)
+    directory = tmp_path / "runs" / "first"
+    done = CliRunner().invoke(demo, ["--only-prepare", f"run.dir={directory}"])
+    assert done.exit_code == 0, done.output
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
 def test_a_run_too_short_for_curves_ends_well_and_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ from meshrl.cli.options import (
     overrides_argument,
     run_at,
 )
+from meshrl.common.files import make_private
 from meshrl.common.plain_text import counted, one_line, say, say_json
 from meshrl.config.loading import load_recipe
 from meshrl.config.recipe import EVAL_SUFFIX
@@ -89,7 +90,7 @@ def restore(folder: Path, recipe: Path, overrides: tuple[str, ...], as_json: boo
         finally:
             await store.close()
 
-    wanted.run.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(wanted.run.path, "run.dir")
     with run_lock(wanted.run.path):
         if (folder / MODELS).is_dir():
             told = f"restored {folder} for run {wanted.run.name}"
@@ -313,7 +314,7 @@ def _waits_table(waits: list[Waiting]) -> Table:
     for wait in waits:
         rows = ", ".join(str(uid) for uid in wait.uids[:SHOWN_UIDS])
         if len(wait.uids) > SHOWN_UIDS:
-            rows += f", ... ({len(wait.uids)} in all)"
+            rows += ", ..."
         table.add_row(wait.who, wait.what, f"{wait.since_s:.1f} s", ", ".join(wait.owners), rows)
     return table
 

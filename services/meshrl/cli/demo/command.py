@@ -19,6 +19,7 @@ from rich.table import Table
 from meshrl.cli.charts import Chart, ChartLine, save
 from meshrl.cli.commands.init import DEMO, recipes
 from meshrl.cli.options import overrides_argument, preload_option
+from meshrl.common.files import make_private
 from meshrl.common.plain_text import counted, say
 from meshrl.config import load_recipe
 from meshrl.config.loading import load_run
@@ -49,7 +50,7 @@ def demo(overrides: tuple[str, ...], plain: bool, only_prepare: bool, preload: b
     overrides = (f"reward.custom_reward_function.path={reward}", *overrides)
     recipe = load_recipe(file, overrides, check=False)
     directory = recipe.run.path
-    directory.mkdir(parents=True, exist_ok=True)
+    make_private(directory, "run.dir")
     # Held until the model is made: neither a running mesh nor another demo may lose its files.
     with run_lock(directory):
         if not only_prepare:
