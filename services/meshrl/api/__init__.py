@@ -17,6 +17,7 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -358,6 +359,19 @@ def find_rows(
     return _found(files, tests, order, most, per_token)
 
 
+def prompt_of(row: Row) -> str:
+    """The prompt as text: its tokens, or its messages where the run has no tokenizer."""
+    if row["prompt"] is not None:
+        return str(row["prompt"])
+    return "\n".join(f"{m['role']}: {m['content']}" for m in row["messages"] or ())
+
+
+def said_in(row: Row) -> list[tuple[str, str]]:
+    """Who said what in the response, part after part: the policy, or what it observed."""
+    parts = row["parts"] or [{"sampled": True, "text": row["response"]}]
+    return [("policy" if part["sampled"] else "observed", part["text"] or "") for part in parts]
+
+
 def _chosen(directory: Path, step: str | None, held_out: bool) -> list[LoggedFile]:
     """The files to look into, the newest first. Raises UserError where there is none."""
     if not directory.is_dir():
@@ -389,14 +403,12 @@ def _steps(text: str) -> tuple[float, float]:
 
 def _named(uid: str) -> Test:
     """Whether a row is `run/task/index.attempt`, or that without the run, or one of a task."""
-    return lambda row: (
-        uid
-        in (
-            row["uid"],
-            f"{row['task']}/{row['index']}.{row['attempt']}",
-            row["task"],
-        )
-    )
+
+    def test(row: Row) -> bool:
+        short = f"{row['task']}/{row['index']}.{row['attempt']}"
+        return uid in (row["uid"], short, row["task"])
+
+    return test
 
 
 def _found(
@@ -416,13 +428,10 @@ def _found(
     )
     if order is not None:
         scored = ((file, row) for file, row in matching if row["reward"] is not None)
-        sign = 1 if order == "worst" else -1
-        if math.isinf(most):
-            ranked = sorted(scored, key=lambda pair: sign * pair[1]["reward"])
-        else:
-            ranked = heapq.nsmallest(int(most), scored, key=lambda pair: sign * pair[1]["reward"])
-        matching = iter(ranked)
-    if not math.isinf(most):
+        ranks = heapq.nsmallest if order == "worst" else heapq.nlargest
+        kept = sys.maxsize if math.isinf(most) else int(most)
+        matching = iter(ranks(kept, scored, key=lambda pair: pair[1]["reward"]))
+    elif not math.isinf(most):
         matching = islice(matching, int(most))
     if not per_token:
         yield from (row for _, row in matching)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +19,7 @@ from meshrl.config.loading import load_run
 from meshrl.config.recipe import EVAL_SUFFIX, METRICS_NAME, Recipe
 from meshrl.contract.errors import MeshError, NotFoundError, UnavailableError, UserError
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import Ledger, Waiting
 from meshrl.launcher.address_book import (
     ADDRESS_BOOK_NAME,
     AddressBook,
@@ -26,6 +27,7 @@ from meshrl.launcher.address_book import (
     run_lock,
 )
 from meshrl.launcher.control import ask_up
+from meshrl.launcher.observer import fleet_waits
 from meshrl.rpc import credentials, tls
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.queue_connection import connect_queue, open_stored_queue
@@ -57,6 +59,21 @@ class Mesh:
     def runs(self) -> tuple[str, str]:
         """Training and evaluation."""
         return self.run, self.run + EVAL_SUFFIX
+
+    async def ledgers(self, queue: Queue) -> list[Ledger]:
+        """The ledger of training, and that of evaluation once something was evaluated."""
+        found = [await queue.ledger(self.run)]
+        with suppress(NotFoundError):
+            found.append(await queue.ledger(self.runs[1]))
+        return found
+
+    async def waits(self, queue: Queue) -> list[Waiting]:
+        """All that waits in both, and the workers that cannot sample: the longest wait first."""
+        found = list(await queue.why_waiting(self.run))
+        found += await fleet_waits(self.trainer, self.fleet)
+        with suppress(NotFoundError):
+            found += await queue.why_waiting(self.runs[1])
+        return sorted(found, key=lambda wait: -wait.since_s)
 
     def ask_queue(self, question: Callable[[Queue], Awaitable[Answer]]) -> Answer:
         """Ask the running queue, or the one on disk."""
@@ -228,7 +245,9 @@ class Membership:
 
 async def read_membership(address: MeshAddress) -> Membership:
     """Ask all of them. Raises UnavailableError when none knows of a fleet."""
-    view, phases = await asyncio.gather(_view(address.trainer), _phases(address.run_dir))
+    view, phases = await asyncio.gather(
+        ask_fleet(address.trainer, ANSWER_S), _phases(address.run_dir)
+    )
     if view is None and not phases:
         raise UnavailableError(f"the trainer at {address.trainer} does not answer")
     members = {replica.name: from_coordinator(replica) for replica in view.replicas} if view else {}
@@ -260,9 +279,10 @@ def with_supervisor_state(member: FleetMember, process: Mapping[str, object]) ->
     )
 
 
-async def _view(trainer: str) -> FleetView | None:
+async def ask_fleet(trainer: str, answer_s: float) -> FleetView | None:
+    """The fleet as the trainer sees it; None where it does not answer."""
     try:
-        return await fetch_fleet(trainer, ANSWER_S)
+        return await fetch_fleet(trainer, answer_s)
     except UserError:  # it cannot be asked like this
         raise
     except MeshError:

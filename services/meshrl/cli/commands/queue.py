@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from operator import methodcaller
@@ -33,11 +33,9 @@ from meshrl.common.files import make_private
 from meshrl.common.plain_text import counted, one_line, say, say_json
 from meshrl.config.loading import load_recipe
 from meshrl.config.recipe import EVAL_SUFFIX
-from meshrl.contract.errors import ConflictError, NotFoundError, UserError
-from meshrl.contract.ports import Queue
+from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.types import Audit, DeadLetter, Ledger, Uid, Waiting
 from meshrl.launcher.address_book import newest_run_dir, run_lock
-from meshrl.launcher.observer import fleet_waits
 from meshrl.launcher.text_console import text_console
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.queue_connection import build_store
@@ -113,10 +111,8 @@ def verify(named: NamedRun, as_json: bool) -> None:
     else:
         found = ask_operator(find_mesh(named, stopped=True), methodcaller("verify"))
     if as_json:
-        ledgers = {
-            name: asdict(one) | {"balanced": one.balanced} for name, one in found.ledgers.items()
-        }
-        say_json(json.dumps({**asdict(found), "ledgers": ledgers}, indent=2))
+        shown = {**asdict(found), "ledgers": _ledgers_json(found.ledgers.values())}
+        say_json(json.dumps(shown, indent=2))
     else:
         tell_audit(found)
     sys.exit(Exit.FAILED if found.problems else Exit.DONE)
@@ -207,32 +203,15 @@ def ledger(named: NamedRun, as_json: bool, audited: bool, watch: bool) -> None:
         ledgers = [found.ledgers[name] for name in mesh.runs if name in found.ledgers]
     else:
         found = None
-        ledgers = _ledgers(mesh)
+        ledgers = mesh.ask_queue(mesh.ledgers)
     _show(ledgers, as_json, found)
     off = found.problems if found else not all(one.balanced for one in ledgers)
     sys.exit(Exit.FAILED if off else Exit.DONE)
 
 
-def _ledgers(mesh: Mesh) -> list[Ledger]:
-    """Ledgers of the run, and of its evaluation if there was one."""
-
-    async def ask(asked: Queue) -> list[Ledger]:
-        found = [await asked.ledger(mesh.run)]
-        try:
-            found.append(await asked.ledger(mesh.runs[1]))
-        except NotFoundError:
-            # Nothing was evaluated yet.
-            return found
-        return found
-
-    return mesh.ask_queue(ask)
-
-
 def _show(ledgers: Sequence[Ledger], as_json: bool, audited: Audit | None) -> None:
     if as_json:
-        shown: dict[str, object] = {
-            one.run: asdict(one) | {"balanced": one.balanced} for one in ledgers
-        }
+        shown = _ledgers_json(ledgers)
         if audited is not None:
             shown = {"ledgers": shown, "problems": audited.problems}
         say_json(json.dumps(shown, indent=2))
@@ -243,15 +222,20 @@ def _show(ledgers: Sequence[Ledger], as_json: bool, audited: Audit | None) -> No
         tell_audit(audited)
 
 
+def _ledgers_json(ledgers: Iterable[Ledger]) -> dict[str, object]:
+    return {one.run: asdict(one) | {"balanced": one.balanced} for one in ledgers}
+
+
 def _watch(mesh: Mesh, as_json: bool) -> None:
     """Print one table in place, or one line of JSON a second, until Ctrl-C."""
     if as_json:
         while True:
-            say_json(json.dumps({one.run: asdict(one) for one in _ledgers(mesh)}))
+            say_json(json.dumps(_ledgers_json(mesh.ask_queue(mesh.ledgers))))
             time.sleep(WATCH_EVERY_S)
     with Live(console=text_console(), auto_refresh=False) as live:
         while True:
-            live.update(Group(*map(_ledger_table, _ledgers(mesh))), refresh=True)
+            tables = map(_ledger_table, mesh.ask_queue(mesh.ledgers))
+            live.update(Group(*tables), refresh=True)
             time.sleep(WATCH_EVERY_S)
 
 
@@ -286,18 +270,7 @@ def ledger_rows(one: Ledger) -> list[tuple[str, str, int]]:
 def why_waiting(named: NamedRun, as_json: bool) -> None:
     """List all that waits in the queue of RUN, the longest wait first, and the workers that cannot sample."""
     mesh = find_mesh(named)
-
-    async def ask(asked: Queue) -> list[Waiting]:
-        found = list(await asked.why_waiting(mesh.run))
-        found += await fleet_waits(mesh.trainer, mesh.fleet)
-        try:
-            found += await asked.why_waiting(mesh.runs[1])
-        except NotFoundError:
-            # Nothing was evaluated yet.
-            return found
-        return sorted(found, key=lambda wait: -wait.since_s)
-
-    waits = mesh.ask_queue(ask)
+    waits = mesh.ask_queue(mesh.waits)
     if as_json:
         shown = [asdict(wait) | {"uids": [str(uid) for uid in wait.uids]} for wait in waits]
         say_json(json.dumps(shown, indent=2))
@@ -353,18 +326,12 @@ def replay(mesh: Mesh, uids: tuple[str, ...], everything: bool) -> None:
         raise UserError(str(error)) from error
     if everything:
         chosen = [letter.uid for letter in _letters(mesh)]
-
-    async def ask(asked: Queue) -> int:
-        return await asked.replay(mesh.run, chosen)
-
-    say(f"{counted(mesh.ask_queue(ask), 'row')} admitted again")
+    admitted = mesh.ask_queue(methodcaller("replay", mesh.run, chosen))
+    say(f"{counted(admitted, 'row')} admitted again")
 
 
 def _letters(mesh: Mesh) -> Sequence[DeadLetter]:
-    async def ask(asked: Queue) -> Sequence[DeadLetter]:
-        return await asked.dead_letters(mesh.run)
-
-    return mesh.ask_queue(ask)
+    return mesh.ask_queue(methodcaller("dead_letters", mesh.run))
 
 
 def _letters_table(letters: Sequence[DeadLetter]) -> Table:

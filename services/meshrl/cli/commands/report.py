@@ -9,14 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from html import escape
-from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.text import Text
 
-from meshrl.api import HELD_OUT, STEP, Row, RunHistory, find_rows
+from meshrl.api import HELD_OUT, STEP, Row, RunHistory, find_rows, prompt_of, said_in
 from meshrl.cli.charts import Chart, ChartLine, braille, save, svg
 from meshrl.cli.commands.queue import ledger_rows
 from meshrl.cli.find_mesh import mesh_of
@@ -157,22 +156,13 @@ def _sample(row: Row) -> str:
         f"staleness {row['staleness']}" if row["staleness"] is not None else "",
         str(row["uid"]),
     ]
-    prompt = row["prompt"] or "\n".join(
-        f"{message['role']}: {message['content']}" for message in row["messages"] or ()
-    )
-    parts = row["parts"] or [{"sampled": True, "text": row["response"]}]
+    judged = ((f"{name}, by the judge", text) for name, text in row["reward_texts"].items())
     said = "".join(
-        f'<p class="dim">{"policy" if part["sampled"] else "observed"}</p><pre>{escape(part["text"] or "")}</pre>'
-        for part in parts
+        f'<p class="dim">{escape(title)}</p><pre>{escape(text)}</pre>'
+        for title, text in (("prompt", prompt_of(row)), *said_in(row), *judged)
     )
-    said += "".join(
-        f'<p class="dim">{escape(name)}, by the judge</p><pre>{escape(text)}</pre>'
-        for name, text in row["reward_texts"].items()
-    )
-    return (
-        f"<details open><summary>{escape(' · '.join(filter(None, facts)))}</summary>"
-        f'<p class="dim">prompt</p><pre>{escape(prompt)}</pre>{said}</details>'
-    )
+    summary = escape(" · ".join(filter(None, facts)))
+    return f"<details open><summary>{summary}</summary>{said}</details>"
 
 
 def _settings(entries: Iterable[Mapping[str, Any]]) -> str:
@@ -294,16 +284,9 @@ def _ledgers(directory: Path) -> tuple[list[Ledger], str]:
     """Ledgers of training and evaluation, or why there is none: a report of a copy has no queue to ask."""
     try:
         mesh = mesh_of(directory, stopped=True)
+        return mesh.ask_queue(mesh.ledgers), ""
     except MeshError as error:
         return [], f"No ledger: {error}"
-    found = []
-    for name in mesh.runs:
-        try:
-            found.append(mesh.ask_queue(methodcaller("ledger", name)))
-        except MeshError as error:
-            if not found:
-                return [], f"No ledger: {error}"
-    return found, ""
 
 
 def _logged_samples(directory: Path) -> dict[str, list[Row]]:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from meshrl.api import Row, find_rows
+from meshrl.api import Row, find_rows, prompt_of, said_in
 from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import LIMIT, Finite, NamedRun, json_option, names_run, run_at
 from meshrl.common.plain_text import counted, harmless, one_line, say, say_json
@@ -136,6 +136,15 @@ def _print_list(console: Console, shown: Sequence[Row], *, ranked: bool) -> None
 
 def _print_whole(console: Console, row: Row, directory: Path) -> None:
     """Everything of a row but its tokens."""
+
+    def fact(name: str, value: str) -> None:
+        said = Text(harmless(value, lines=True))
+        console.print(Text(f"{name:10} ", style="dim") + said, soft_wrap=True)
+
+    def passage(title: str, text: str) -> None:
+        console.print(Text(title, style="bold"))
+        console.print(Text(harmless(text, lines=True)), soft_wrap=True)
+
     console.rule(Text(row["uid"]), align="left")
     reward = [_number(row["reward"], 4)]
     reward += [f"{harmless(name)} {value:.4g}" for name, value in row["reward_components"].items()]
@@ -157,37 +166,22 @@ def _print_whole(console: Console, row: Row, directory: Path) -> None:
     }
     for name, value in facts.items():
         if value not in (None, "", "null", "{}"):
-            console.print(
-                Text(f"{name:10} ", style="dim") + Text(harmless(value, lines=True)), soft_wrap=True
-            )
+            fact(name, value)
     pictures = described(directory / FOLDER, row.get("pictures") or (), thumbnails=False)
     for number, picture in enumerate(pictures, 1):
         size = picture["problem"] or f"{picture['bytes']} bytes"
-        console.print(
-            Text(f"picture {number:<3}", style="dim")
-            + Text(f"{harmless(picture['name'])}, {size}"),
-            soft_wrap=True,
-        )
-    console.print(Text("prompt", style="bold"))
-    console.print(Text(harmless(_prompt(row), lines=True)), soft_wrap=True)
+        fact(f"picture {number}", f"{picture['name']}, {size}")
+    passage("prompt", _prompt(row))
     for message in row.get("conversation") or ():
         for call in message["tool_calls"] or ():
-            called = f"{call['name']}({call['arguments']})"
-            console.print(
-                Text("calls      ", style="dim") + Text(harmless(called, lines=True)),
-                soft_wrap=True,
-            )
-    parts = row["parts"] or [{"sampled": True, "text": row["response"]}]
-    for part in parts:
-        console.print(Text("policy" if part["sampled"] else "observed", style="bold"))
-        console.print(Text(harmless(part["text"] or "", lines=True)), soft_wrap=True)
+            fact("calls", f"{call['name']}({call['arguments']})")
+    for who, text in said_in(row):
+        passage(who, text)
 
 
 def _prompt(row: Row) -> str:
-    """The prompt as text: its tokens (one for each image), or its messages without a tokenizer."""
-    if row["prompt"] is not None:
-        return PLACES.sub(lambda run: f"{run[1]}×{run[0].count(run[1])}", str(row["prompt"]))
-    return "\n".join(f"{m['role']}: {m['content']}" for m in row["messages"] or ())
+    """The prompt as text, a token for each image."""
+    return PLACES.sub(lambda run: f"{run[1]}×{run[0].count(run[1])}", prompt_of(row))
 
 
 def _times(row: Row) -> str:

@@ -16,10 +16,8 @@ from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.operator import ask_operator
 from meshrl.cli.options import PATH, NamedRun, json_option, names_run, run_at
 from meshrl.common.plain_text import say, say_json
-from meshrl.config.recipe import METRICS_NAME
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import StoredRun
-from meshrl.launcher.address_book import ADDRESS_BOOK_NAME
 from meshrl.launcher.text_console import text_console
 from meshrl.launcher.view import clock
 
@@ -34,8 +32,6 @@ TOLD = (
 """Metrics whose newest values `--json` has."""
 ANY = "-"
 """No run in particular."""
-MARKS = (ADDRESS_BOOK_NAME, METRICS_NAME)
-"""A directory with one of these is a run's."""
 
 
 class _ListsByDefault(click.Group):
@@ -59,11 +55,7 @@ def list_(folder: Path, as_json: bool) -> None:
     """List the runs in FOLDER, the newest last."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such directory; want one with a directory per run")
-    found = [
-        RunHistory.read(path)
-        for path in sorted(folder.iterdir())
-        if any((path / mark).exists() for mark in MARKS)
-    ]
+    found = [RunHistory.read(path) for path in sorted(folder.iterdir()) if run_at(path) == path]
     found.sort(key=lambda run: run.ended_unix_s or 0.0)
     if as_json:
         say_json(json.dumps([_json(run) for run in found], indent=2))

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshrl.api import HELD_OUT, STEP, RunHistory
-from meshrl.cli.find_mesh import RETRY_S, Mesh, find_mesh, say_which
+from meshrl.cli.find_mesh import RETRY_S, Mesh, ask_fleet, find_mesh, say_which
 from meshrl.cli.options import NamedRun, json_option, names_run
 from meshrl.common.plain_text import say_json
 from meshrl.contract.errors import MeshError, UnavailableError
@@ -21,7 +21,7 @@ from meshrl.launcher.text_console import text_console
 from meshrl.launcher.view import clock, ledger_line, sparkline
 from meshrl.rpc.clients.services import RolloutClient, TrainerClient
 from meshrl.rpc.queue_connection import connect_queue
-from meshrl.weights.fleet import FleetView, ReplicaView, fetch_fleet
+from meshrl.weights.fleet import FleetView, ReplicaView
 
 ANSWER_S = 10.0
 """A queue that answers later waits for its store, which is then told instead."""
@@ -108,7 +108,7 @@ async def _ask(mesh: Mesh) -> RunStatus:
         state=state,
         ledger=ledger,
         trainer=await _trainer(mesh.trainer) if mesh.trainer else None,
-        weights=await _weights(mesh.trainer) if mesh.trainer else None,
+        weights=await ask_fleet(mesh.trainer, RETRY_S) if mesh.trainer else None,
         fleet=dict(zip(mesh.fleet, answers, strict=True)),
     )
 
@@ -119,13 +119,6 @@ async def _trainer(address: str) -> TrainerStatus | None:
             return await client.status()
         except MeshError:
             return None
-
-
-async def _weights(address: str) -> FleetView | None:
-    try:
-        return await fetch_fleet(address, RETRY_S)
-    except MeshError:
-        return None
 
 
 async def _replica(address: str) -> EngineStats | None:

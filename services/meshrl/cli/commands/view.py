@@ -21,11 +21,9 @@ from meshrl.common.process_guard import die_with_supervisor
 from meshrl.common.sockets import Certificates, is_loopback
 from meshrl.config.loading import load_run
 from meshrl.config.recipe import RECIPE_NAME
-from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import DeadLetter
 from meshrl.launcher.address_book import is_up, newest_run_dir
-from meshrl.launcher.observer import fleet_waits
 from meshrl.rpc.credentials import MeshRole, new_token
 from meshrl.rpc.runtime import ServerSettings, permit_insecure, run_service
 
@@ -174,16 +172,8 @@ class Services:
 
     async def _flow(self, run_dir: Path, mesh: Mesh, queue: Queue) -> dict[str, Any]:
         up = mesh.stopped is None
-        ledgers = [await queue.ledger(mesh.run)]
-        waits = list(await queue.why_waiting(mesh.run)) if up else []
-        waits += await fleet_waits(mesh.trainer, mesh.fleet) if up else []
-        try:
-            ledgers.append(await queue.ledger(mesh.runs[1]))
-            waits += await queue.why_waiting(mesh.runs[1]) if up else []
-        except NotFoundError:
-            # Nothing was evaluated yet.
-            pass
-        waits.sort(key=lambda wait: -wait.since_s)
+        ledgers = await mesh.ledgers(queue)
+        waits = await mesh.waits(queue) if up else []
         counts = ledgers[0].dead_lettered
         if run_dir not in self._letters or self._letters[run_dir][0] != counts:
             self._letters[run_dir] = counts, _by_reason(await queue.dead_letters(mesh.run))
