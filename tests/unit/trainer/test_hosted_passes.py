@@ -521,6 +521,8 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (AdamStep(learning_rate=-1.0), "learning_rate is -1.0"),
     (AdamStep(learning_rate=math.nan), "learning_rate is nan"),
+    (AdamStep(learning_rate=1e38), "learning_rate is 1e+38; want a number from 0 to 1e+12"),
+    (AdamStep(learning_rate=1.0, eps=0.0), "eps is 0.0; want a number from 1e-30"),
     (AdamStep(learning_rate=1.0, beta2=1.0), "beta2 is 1.0"),
     (AdamStep(learning_rate=1.0, grad_clip_norm=-1.0), "grad_clip_norm"),
     (dataclasses.replace(LORA, lora_rank=0), "LoRA rank 0; want 1 to 1024"),

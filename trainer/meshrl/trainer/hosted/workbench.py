@@ -52,6 +52,10 @@ LORA_ALPHA = 32
 MOST_POLICIES = 4
 """Copies of the base model: one of each form of adapters, one of each model whose weights are all trained."""
 TOKENS_AT_ONCE = 8192
+LEAST_EPS = 1e-30
+"""A weight without a gradient is divided by it."""
+MOST_SETTING = 1e12
+"""AdamW's products of settings stay finite in float32."""
 ATTENTION = r".*\.(self_attn|attn|attention|self_attention|linear_attn|mixer)\..*"
 MLP = r".*\.(mlp|feed_forward|ffn|moe|block_sparse_moe)\..*"
 _UNMARKED = np.zeros(1, np.uint8)
@@ -405,10 +409,11 @@ def _check_model(verb: CreateModel, names: Sequence[str]) -> None:
 
 
 def _check_step(verb: AdamStep) -> None:
-    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+    least = {"learning_rate": 0.0, "eps": LEAST_EPS, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+    for name, lowest in least.items():
         value = getattr(verb, name)
-        if not 0 <= value < math.inf:
-            raise UserError(f"{name} is {value}; want a number of at least 0")
+        if not lowest <= value <= MOST_SETTING:
+            raise UserError(f"{name} is {value}; want a number from {lowest:g} to {MOST_SETTING:g}")
     for name in ("beta1", "beta2"):
         value = getattr(verb, name)
         if not 0 <= value < 1:
