@@ -121,6 +121,8 @@ async def test_a_loop_from_outside(tmp_path: Path) -> None:
         assert (await model.ask(SaveWeights(name="a"))).path == "tinker://mine/weights/a"
         with pytest.raises(UserError, match="wrong it is"):
             await model.submit(learn(wrong=1))
+        with pytest.raises(UserError, match="cannot be sent"):
+            await model.submit(SaveWeights(name="\ud83d"))
         with pytest.raises(UserError, match="there is no checkpoint"):
             await model.ask(LoadWeights(path="tinker://mine/weights/b"))
         with pytest.raises(InfraError, match="ZeroDivisionError"):

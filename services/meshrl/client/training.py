@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
 from meshrl.common.sockets import check_address
 from meshrl.contract import ports
-from meshrl.contract.errors import InfraError, UserError
+from meshrl.contract.errors import InfraError, NotFoundError, UserError, WaitTimeoutError
 from meshrl.contract.types import CreateModel, TrainingRequest, TrainingResult, TrainingVerb
 from meshrl.rpc.clients.base import SERVICE_RETRY_S
 from meshrl.rpc.clients.services import TrainingPortClient
@@ -108,7 +109,9 @@ class TrainedModel:
             try:
                 await self._port.submit(request)
             except UserError:
-                self._next += 1  # used up
+                with suppress(NotFoundError, WaitTimeoutError):
+                    await self._port.result(self._name, number, wait_s=0)
+                    self._next += 1  # it was sent, and is used up
                 raise
             self._next += 1
         return number
