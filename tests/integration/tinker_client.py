@@ -79,11 +79,12 @@ def loop(model: str) -> None:
     np.testing.assert_allclose(scores[len(PROMPT) :], greedy.logprobs, atol=1e-4)
 
     assert after.get_base_model() == model
+    rest = tinker.RestClient()
     saved = client.save_state("one").result().path
-    copy = server.create_training_client_from_state(saved).result()
+    copied = rest.copy_weights(saved, "any project").result()
+    copy = server.create_training_client_from_state(copied).result()
     fails(client.forward_backward(rows, "no_such_loss"), "no_such_loss")
     assert logprobs(client, rows[0]) == logprobs(copy, rows[0])
-    rest = server.create_rest_client()
     listed = rest.list_checkpoints(client.model_id).result().checkpoints
     assert [each.tinker_path for each in listed] == [saved]
     runs = rest.list_training_runs().result().training_runs
@@ -97,6 +98,8 @@ def loop(model: str) -> None:
 
 def refused(server: Any, client: Any, sampler: Any) -> None:
     """Pictures get an error of the SDK's here; a traced loss is computed by the SDK."""
+    wrong = types.AdamParams(learning_rate=float("nan"))
+    fails(client.optim_step(wrong), "learning_rate")
     fault = "picture 1: the base model reads no pictures; want tokens"
     fails(sampler.sample(on(b"x"), 1, GREEDY), fault)
     fails(client.forward([seen(b"x")], "cross_entropy"), fault)

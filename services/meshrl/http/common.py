@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -55,7 +56,7 @@ def headers_of(status: int, error: MeshError) -> dict[str, str]:
     return headers
 
 
-def first_mistake(error: RequestValidationError) -> tuple[str, str]:
+def first_mistake(error: RequestValidationError | ValidationError) -> tuple[str, str]:
     """The first wrong field of the request (empty for the whole body), and what is wrong with it."""
     first = error.errors()[0]
     return ".".join(str(part) for part in first["loc"] if part != "body"), first["msg"]

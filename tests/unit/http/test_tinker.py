@@ -47,7 +47,7 @@ TOLD = [
     PromptLogprobs(
         logprobs=np.array([np.nan, -1, -2, -3], np.float32),
         top_ids=np.ones((4, 2), np.int32),
-        top_logprobs=-np.ones((4, 2), np.float32),
+        top_logprobs=np.array([[np.nan] * 2] + [[-1, -1]] * 3, np.float32),
     )
 ]
 """Log-probs of prompts by the engines; empty: they send none."""
@@ -56,11 +56,12 @@ TOLD = [
 class FailingEngine(EchoEngine):
     """Requests end with these errors, the later ones well."""
 
-    def __init__(self, faults: list[MeshError]) -> None:
+    def __init__(self, faults: list[MeshError], asked: list[tuple[int, str]]) -> None:
         super().__init__(Config(), slots=8)
-        self._faults = faults
+        self._faults, self._asked = faults, asked
 
     def generate(self, request: GenerateRequest) -> Any:
+        self._asked.append((request.sampling.seed, request.request_id))
         if not self._faults:
             told = super().generate(request)
             if request.prompt_top and TOLD:
@@ -99,6 +100,8 @@ class Served:
         self.started: list[Path] = []
         self.faults: list[MeshError] = []
         """Whatever the next requests of engines end with."""
+        self.asked: list[tuple[int, str]] = []
+        """Seed and name of each request of engines."""
         notices = SampleNotices(folder / "samples.log")
         self.samplers = Samplers(checkpoints.sampler, self._start, notices)
         self.app: FastAPI = build_app(
@@ -111,7 +114,7 @@ class Served:
 
     async def _start(self, folder: Path) -> Any:
         self.started.append(folder)
-        engine = FailingEngine(self.faults)
+        engine = FailingEngine(self.faults, self.asked)
         await engine.start()
         engine.version = Version(0, 1)
         return engine
@@ -146,8 +149,8 @@ class Served:
     async def answer(self, number: int) -> httpx.Response:
         return await self.post("retrieve_future", {"request_id": f"train/{MODEL}/{number}"})
 
-    async def step(self, number: int) -> httpx.Response:
-        adam = {"learning_rate": 0.1}
+    async def step(self, number: int, rate: float | None = 0.1) -> httpx.Response:
+        adam = {"learning_rate": rate}
         body = {"model_id": MODEL, "seq_id": number, "adam_params": adam}
         return await self.post("optim_step", body)
 
@@ -232,7 +235,10 @@ async def test_a_pass_a_step_and_a_sampler_of_the_weights_that_were_saved(
     assert len(response.sequences) == 3
     first, *rest = np.frombuffer(response.prompt_logprobs, "<f4")
     assert np.isnan(first) and rest == [-1, -2, -3]
-    assert (response.topk_prompt_logprobs.length, response.topk_prompt_logprobs.k) == (4, 2)
+    top = response.topk_prompt_logprobs
+    assert (top.length, top.k) == (4, 2)
+    assert np.frombuffer(top.token_ids, "<i4").tolist() == [0, 0] + [1] * 6
+    assert np.frombuffer(top.logprobs, "<f4").tolist() == [-99999] * 2 + [-1] * 6
     assert [folder.name for folder in served.started] == ["best"]
     monkeypatch.setattr(f"{__name__}.TOLD", [])
     asked = (await served.post("asample", wish | {"seq_id": 2})).json()
@@ -261,11 +267,19 @@ async def test_a_wrong_pass_uses_its_number_up_and_later_ones_need_not_wait(
     assert (await served.answer(2)).json()["error"] == "no gradients wait, or bad ones"
 
 
+async def test_a_step_without_a_rate_uses_its_number_up(served: Served) -> None:
+    await served.made()
+    assert (await served.step(1, None)).status_code == 200  # the SDK sends NaN as null
+    assert "adam_params.learning_rate" in (await served.answer(1)).json()["error"]
+    assert (await served.step(2)).status_code == 200
+    assert (await served.answer(2)).json()["error"] == "no gradients wait, or bad ones"
+
+
 async def test_what_is_not_there_or_not_of_this_model_is_said_in_one_line(served: Served) -> None:
     await served.made()
     assert (await served.step(1)).status_code == 200
     other = await served.post("forward_backward", forward_backward(1))
-    assert other.status_code == 409 and "another request 1" in other.json()["detail"]
+    assert other.status_code == 422 and "another request 1" in other.json()["detail"]
     gone = await served.post("retrieve_future", {"request_id": "sample/x/1"})
     assert gone.status_code == 410  # the SDK asks for the sample again
     assert (await served.answer(9)).status_code == 410
@@ -343,14 +357,21 @@ async def test_samples_and_answers_are_bounded(
     assert kept == [410, 410, 200, 200, 200]
 
 
-async def sampled(served: Served, path: str = "") -> httpx.Response:
+async def sampled(served: Served, path: str = "", **params: int) -> httpx.Response:
     wish = {
         "prompt": {"chunks": [{"tokens": TOKENS}]},
-        "sampling_params": {"max_tokens": 4},
+        "sampling_params": {"max_tokens": 4, **params},
         "model_path": path,
     }
     asked = await served.post("asample", wish)
     return await served.post("retrieve_future", {"request_id": asked.json()["request_id"]})
+
+
+async def test_equal_seeds_give_equal_draws(served: Served) -> None:
+    for params in ({"seed": 3}, {"seed": 3}, {"seed": 0}, {}, {}):
+        await sampled(served, **params)
+    first, again, *others = served.asked
+    assert first == again and len({first, *others}) == 4
 
 
 async def test_a_sample_is_drawn_again_where_a_server_fails_for_a_while(served: Served) -> None:
@@ -416,14 +437,35 @@ async def test_models_are_listed_by_session_the_newest_first(served: Served) -> 
     assert (await served.get("sessions/x"))["training_run_ids"] == []
 
 
+async def test_a_model_that_was_refused_is_not_listed(served: Served) -> None:
+    await served.made()
+    for sequence, lora, fault in (
+        (0, {"rank": 5}, "another request 0"),
+        (1, {"rank": 2**70}, "cannot be sent"),
+    ):
+        body = {"session_id": "s", "model_seq_id": sequence, "base_model": "base"}
+        refused = await served.post("create_model", body | {"lora_config": lora})
+        assert refused.status_code == 422 and fault in refused.json()["detail"], refused.text
+    (run,) = (await served.get("training_runs"))["training_runs"]
+    assert (run["training_run_id"], run["lora_rank"]) == (MODEL, 4)
+
+
 async def test_checkpoints_are_listed_copied_and_removed_by_their_paths(served: Served) -> None:
     await served.made()
     saved = await served.saved(1, "a")
     copy = {"source_path": saved["path"], "session_id": "t", "model_seq_id": 3}
     copied = (await served.post("copy_weights", copy)).json()["tinker_path"]
     assert copied == "tinker://t:train:3/sampler_weights/a"
-    assert (await served.post("copy_weights", copy)).status_code == 409
-    listed = (await served.get("checkpoints?limit=1&offset=1"))["checkpoints"]
+    assert (await served.post("copy_weights", copy)).json()["tinker_path"] == copied
+    body = {"model_id": MODEL, "seq_id": 2, "path": "a", "overwrite": True}
+    await served.post("save_weights_for_sampler", body)
+    await served.answer(2)
+    assert (await served.post("copy_weights", copy)).status_code == 422
+    request = {"source_path": saved["path"], "destination_project_id": "p"}  # as the SDK asks
+    once = {"headers": {"x-idempotency-key": "k"}}
+    paths = [(await served.post("copy_weights", request, **once)).json() for _ in range(2)]
+    assert paths == [{"tinker_path": "tinker://copy-k:train:0/sampler_weights/a"}] * 2
+    listed = (await served.get("checkpoints?limit=1&offset=2"))["checkpoints"]
     assert [each["tinker_path"] for each in listed] == [copied]
     assert (await served.post("weights_info", {"tinker_path": copied})).json()["lora_rank"] == 4
     transport = httpx.ASGITransport(served.app)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
@@ -60,6 +61,8 @@ PREFIX = "tml-"
 """The beginning that the SDK wants of every key; it is no part of ours."""
 POLL_S = 20.0
 """How long a call for a result waits; the SDK asks again."""
+NO_TOP = -99_999.0
+"""The log-prob that says, with token 0, that a place has no likeliest token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,17 +176,22 @@ def _add_training(
     async def accepted(model: str, number: int, verb: TrainingVerb) -> dict[str, Json]:
         try:
             await training.submit(TrainingRequest(model=model, number=number, verb=verb))
+        except ConflictError as error:
+            raise UserError(error.message) from error  # the SDK repeats what conflicts
         except UserError as error:
             if not await _is_used_up(training, model, number):
                 raise error
         return {"request_id": f"train/{model}/{number}", "model_id": model}
 
+    async def created(model: str, verb: CreateModel | Refused) -> dict[str, Json]:
+        answer = await accepted(model, 0, verb)
+        if isinstance(verb, CreateModel):
+            await asyncio.to_thread(checkpoints.remember, model, verb)
+        return answer
+
     @router.post("/create_model")
     async def create_model(body: m.CreateModelBody) -> dict[str, Json]:
-        model = f"{body.session_id}:train:{body.model_seq_id}"
-        verb: TrainingVerb = body.verb()
-        await asyncio.to_thread(checkpoints.remember, model, verb)
-        return await accepted(model, 0, verb)
+        return await created(f"{body.session_id}:train:{body.model_seq_id}", body.verb())
 
     @router.post("/forward_backward")
     async def forward_backward(request: Request) -> dict[str, Json]:
@@ -214,14 +222,12 @@ def _add_training(
         if body.model_id is not None:
             load = LoadWeights(path=body.path, with_optimizer=body.optimizer)
             return await accepted(body.model_id, body.seq_id or 0, load)
-        model = f"{body.session_id}:train:{body.model_seq_id}"
-        created = CreateModel(
+        verb = CreateModel(
             base_model=body.base_model or base.name,
             load_from=body.path,
             with_optimizer=body.optimizer,
         )
-        await asyncio.to_thread(checkpoints.remember, model, created)
-        return await accepted(model, 0, created)
+        return await created(f"{body.session_id}:train:{body.model_seq_id}", verb)
 
     @router.post("/get_info")
     def get_info(body: m.ModelBody) -> dict[str, Json]:
@@ -321,7 +327,9 @@ def _wish(
         raise UserError(f"prompt: want tokens from 0 to {base.vocabulary - 1}")
     room = base.longest - len(prompt)
     if room < 1:
-        raise UserError(f"prompt: {len(prompt)} tokens, and the model takes {base.longest}")
+        raise UserError(
+            f"prompt: {len(prompt)} tokens leave no room for a sample; the model takes {base.longest}"
+        )
     stop = [wanted.stop] if isinstance(wanted.stop, str) else list(wanted.stop or ())
     if wanted.stop is not None and not stop:
         raise UserError("sampling_params.stop: [] for no end at all is not known here; want null")
@@ -340,6 +348,7 @@ def _wish(
             stop_token_ids=tuple(each for each in stop if isinstance(each, int)),
             seed=wanted.seed or 0,
         ),
+        seeded=wanted.seed is not None,
         samples=body.num_samples,
         prompt_logprobs=bool(body.prompt_logprobs),
         top=body.topk_prompt_logprobs,
@@ -407,10 +416,11 @@ def _sample_bytes(found: SampleAnswer) -> bytes:
     if found.prompt_logprobs is not None:
         message.prompt_logprobs = found.prompt_logprobs.astype("<f4").tobytes()
     if found.top_ids is not None and found.top_logprobs is not None:
+        hidden = np.isnan(found.top_logprobs)
         message.topk_prompt_logprobs.CopyFrom(
             pb.TinkerTop(
-                token_ids=found.top_ids.astype("<i4").tobytes(),
-                logprobs=found.top_logprobs.astype("<f4").tobytes(),
+                token_ids=np.where(hidden, 0, found.top_ids).astype("<i4").tobytes(),
+                logprobs=np.where(hidden, NO_TOP, found.top_logprobs).astype("<f4").tobytes(),
                 length=found.top_ids.shape[0],
                 k=found.top_ids.shape[1],
             )
@@ -467,8 +477,10 @@ def _add_checkpoints(router: APIRouter, checkpoints: HostedCheckpoints) -> None:
         return {"training_run_ids": models, "sampler_ids": []}
 
     @router.post("/copy_weights")
-    def copy_weights(body: m.CopyBody) -> dict[str, Json]:
-        model = f"{body.session_id}:train:{body.model_seq_id}"
+    def copy_weights(body: m.CopyBody, request: Request) -> dict[str, Json]:
+        # A request that the SDK repeats has the same key, and is for the same copy.
+        key = request.headers.get("x-idempotency-key") or secrets.token_hex(8)
+        model = f"{body.session_id or f'copy-{key}'}:train:{body.model_seq_id}"
         return {"tinker_path": checkpoints.copy(body.source_path, model)}
 
     @router.get("/training_runs/{model}/checkpoints")

@@ -12,8 +12,8 @@ from pathlib import Path
 from threading import Lock
 
 from meshrl.common.files import replace_file
-from meshrl.contract.errors import ConflictError, NotFoundError, UserError
-from meshrl.contract.types import CreateModel, Json, TrainingVerb
+from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.contract.types import CreateModel, Json
 from meshrl.trainer.hosted import MODELS
 from meshrl.trainer.hosted.storage import (
     FACTS,
@@ -45,10 +45,8 @@ class HostedCheckpoints:
         for doomed in root.glob(f"checkpoints/*/*/{REMOVING}*"):
             shutil.rmtree(doomed)
 
-    def remember(self, model: str, verb: TrainingVerb) -> None:
-        """Keep the form of a model that is about to be made. Raises UserError, NotFoundError."""
-        if not isinstance(verb, CreateModel):
-            return
+    def remember(self, model: str, verb: CreateModel) -> None:
+        """Keep the form of a model that is made now. Raises NotFoundError."""
         form: dict[str, Json] = asdict(verb)
         if verb.load_from is not None:
             form |= self._facts(verb.load_from)
@@ -157,19 +155,20 @@ class HostedCheckpoints:
             self.remove(path_of(model, SAMPLER, each.name))
 
     def copy(self, source: str, model: str) -> str:
-        """Copy a checkpoint to the same name of another model; return its path.
+        """Copy a checkpoint to the same name of another model, once; return its path.
 
         Raises:
             NotFoundError: there is no such checkpoint.
-            ConflictError: the other model has one of this name.
+            UserError: the other model has another one of this name.
         """
         folder = stored(self._root, source)
         path = path_of(check_name("model", model), folder.parent.name, folder.name)
         target = folder_of(self._root, path)
         with self._changes:
-            if target.exists():
-                raise ConflictError(f"there is {path} already")
-            copy_folder(folder, target)
+            if not target.exists():
+                copy_folder(folder, target)
+            elif facts_of(target, verify=False) != facts_of(folder, verify=False):
+                raise UserError(f"there is {path} already")
         return path
 
     def remove(self, path: str) -> None:

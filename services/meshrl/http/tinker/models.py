@@ -5,16 +5,26 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import (
+    Base64Bytes,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    TypeAdapter,
+    ValidationError,
+)
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import AdamStep, CreateModel, Refused
+from meshrl.http.common import first_mistake
 from meshrl.http.tinker.wire import Part, SentPicture
 
 MOST_NUMBER = 2**62
 MOST_SAMPLES = 1024
 MOST_TOP = 20
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+_ADAM = TypeAdapter(AdamStep)
 
 
 class TinkerBody(BaseModel):
@@ -26,7 +36,7 @@ class TinkerBody(BaseModel):
 class LoraBody(TinkerBody):
     """The form of adapters."""
 
-    rank: int = Field(ge=1, le=1 << 16)
+    rank: int
     seed: int | None = None
     train_unembed: bool = True
     train_mlp: bool = True
@@ -70,28 +80,21 @@ class NumberedBody(ModelBody):
     seq_id: int = Field(ge=1, le=MOST_NUMBER)
 
 
-class AdamBody(TinkerBody):
-    """AdamW's settings of one step."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-
-
 class OptimStepBody(NumberedBody):
     """An optimizer step."""
 
-    adam_params: AdamBody | None = None
+    adam_params: dict[str, Any] | None = None
     optimizer_params: dict[str, Any] | None = None
 
     def verb(self) -> AdamStep | Refused:
         """The request of the port."""
         if self.adam_params is None:
             return Refused(error=f"optimizer_params: got {self.optimizer_params}, want AdamW's")
-        return AdamStep(**self.adam_params.model_dump())
+        try:
+            return _ADAM.validate_python(self.adam_params)
+        except ValidationError as error:
+            where, why = first_mistake(error)
+            return Refused(error=f"adam_params.{where}: {why}")
 
 
 class SaveWeightsBody(NumberedBody):
@@ -201,11 +204,11 @@ class FuturesBody(TinkerBody):
 
 
 class CopyBody(TinkerBody):
-    """A copy of a checkpoint, for a model of a session."""
+    """A copy of a checkpoint, for a model of a session; without one, of a session of its own."""
 
     source_path: str
-    session_id: str
-    model_seq_id: int = Field(ge=0, le=MOST_NUMBER)
+    session_id: str | None = None
+    model_seq_id: int = Field(default=0, ge=0, le=MOST_NUMBER)
 
 
 class PathBody(TinkerBody):

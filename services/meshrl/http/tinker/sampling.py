@@ -59,6 +59,8 @@ class SampleWish:
     prompt: Int32
     media: tuple[Media, ...] = ()
     sampling: SamplingParams
+    seeded: bool = False
+    """Whether equal seeds give equal draws; otherwise they follow from its name, too."""
     samples: int = 1
     prompt_logprobs: bool = False
     top: int = 0
@@ -80,7 +82,7 @@ class SampleWish:
 
     @property
     def request(self) -> str:
-        """Its name: draws follow from it, and from the seed."""
+        """Its name."""
         return request_of(self.session, self.number)
 
 
@@ -231,7 +233,8 @@ class Samplers:
         sampler = await self._taken(wish.path)
         try:
             engine = await asyncio.shield(sampler.engine)
-            names = [f"{wish.request}/{number}" for number in range(wish.samples)]
+            draws = "seeded" if wish.seeded else wish.request
+            names = [f"{draws}/{number}" for number in range(wish.samples)]
             requests = [
                 GenerateRequest(
                     request_id=name,

@@ -234,7 +234,7 @@ class HostedTraining(Training):
 
     def _begin(self, request: TrainingRequest, nbytes: int) -> _Turn:
         """The place of a model that has no request yet."""
-        if request.number or not isinstance(request.verb, CreateModel):
+        if request.number or not isinstance(request.verb, CreateModel | Refused):
             raise NotFoundError(f"there is no model {request.model}; want its creation, request 0")
         check_name("model", request.model)
         if fault := self._fault(request, nbytes):
