@@ -198,8 +198,7 @@ def _add_training(
         encoding = request.headers.get("content-encoding", "")
         body = wire.decompressed(await request.body(), encoding)
         asked = await asyncio.to_thread(wire.read_forward_backward, body, base.images)
-        verb: TrainingVerb = asked.wanted or Refused(error=asked.fault)
-        return await accepted(asked.model, asked.number, verb)
+        return await accepted(asked.model, asked.number, asked.verb)
 
     @router.post("/optim_step")
     async def optim_step(body: m.OptimStepBody) -> dict[str, Json]:

@@ -18,7 +18,8 @@ from pydantic import (
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import AdamStep, CreateModel, Refused
 from meshrl.http.common import first_mistake
-from meshrl.http.tinker.wire import Part, SentPicture
+from meshrl.http.tinker.wire import Part
+from meshrl.v1 import tinker_pb2 as pb
 
 MOST_NUMBER = 2**62
 MOST_SAMPLES = 1024
@@ -131,8 +132,8 @@ class ChunkBody(TinkerBody):
     type: str = "encoded_text"
     tokens: list[Token] = Field(default_factory=list)
     data: Base64Bytes = b""
-    format: str = ""
-    expected_tokens: int | None = None
+    format: Literal["", "png", "jpeg"] = ""
+    expected_tokens: Token | None = None
 
     def part(self) -> Part:
         """Tokens, or a picture. Raises UserError."""
@@ -140,7 +141,9 @@ class ChunkBody(TinkerBody):
             return np.array(self.tokens, np.int32)
         if self.type != "image":
             raise UserError(f"prompt: {self.type} is not read here, want encoded_text or image")
-        return SentPicture(data=self.data, format=self.format, expected_tokens=self.expected_tokens)
+        return pb.TinkerImage(
+            data=self.data, format=self.format, expected_tokens=self.expected_tokens
+        )
 
 
 class PromptBody(TinkerBody):

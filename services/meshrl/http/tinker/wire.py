@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import numpy as np
 import zstandard
@@ -16,11 +15,13 @@ from meshrl.contract.errors import CapacityError, UserError
 from meshrl.contract.types import (
     Float32,
     Int32,
-    LossName,
     Media,
     Pass,
+    Refused,
     TrainingExample,
+    TrainingRequest,
     TrainingResult,
+    TrainingVerb,
 )
 from meshrl.images import ImageProcessor, media_type
 from meshrl.v1 import tinker_pb2 as pb
@@ -40,29 +41,7 @@ _TYPES: dict[int, Any] = {pb.TINKER_TYPE_FLOAT32: np.float32, pb.TINKER_TYPE_INT
 Column: TypeAlias = NDArray[np.int64] | Float32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ForwardBackward:
-    """A pass over examples, of a model, and its number."""
-
-    model: str
-    number: int
-    wanted: Pass | None
-    fault: str = ""
-    """Why there is no pass: the request uses its number up all the same."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SentPicture:
-    """A picture among the tokens of a model's input."""
-
-    data: bytes
-    format: str
-    """`png` or `jpeg`."""
-    expected_tokens: int | None
-    """How many tokens its sender takes it for."""
-
-
-Part: TypeAlias = Int32 | SentPicture
+Part: TypeAlias = Int32 | pb.TinkerImage
 """Tokens, or a picture."""
 
 
@@ -76,7 +55,7 @@ def laid_out(
     """
     tokens, media, left = [np.empty(0, np.int32)], list[Media](), most
     for part in parts:
-        block = _taken_up(part, images, media) if isinstance(part, SentPicture) else part
+        block = _taken_up(part, images, media) if isinstance(part, pb.TinkerImage) else part
         left -= len(block)
         if left < 0:
             raise UserError(f"its pictures and texts have more than {most} tokens")
@@ -84,7 +63,7 @@ def laid_out(
     return np.concatenate(tokens), tuple(media)
 
 
-def _taken_up(sent: SentPicture, images: ImageProcessor | None, media: list[Media]) -> Int32:
+def _taken_up(sent: pb.TinkerImage, images: ImageProcessor | None, media: list[Media]) -> Int32:
     """The tokens of a picture, which is added to `media`. Raises UserError."""
     where, found = f"picture {len(media) + 1}", media_type(sent.data)
     if images is None:
@@ -96,7 +75,7 @@ def _taken_up(sent: SentPicture, images: ImageProcessor | None, media: list[Medi
         )
     media.append(Media.of(sent.data))
     block = images.block(media[-1], where)
-    if sent.expected_tokens not in (None, len(block)):
+    if sent.HasField("expected_tokens") and sent.expected_tokens != len(block):
         raise UserError(
             f"{where}: expected_tokens is {sent.expected_tokens}, and the model reads it as"
             f" {len(block)}"
@@ -121,8 +100,8 @@ def decompressed(body: bytes, encoding: str) -> bytes:
     return bytes(found)
 
 
-def read_forward_backward(body: bytes, images: ImageProcessor | None = None) -> ForwardBackward:
-    """The request that a body says. Raises UserError for one that names no model and no number."""
+def read_forward_backward(body: bytes, images: ImageProcessor | None = None) -> TrainingRequest:
+    """The request that a body says, a wrong one as `Refused`. Raises UserError without a model or a number."""
     message = pb.TinkerForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -132,24 +111,16 @@ def read_forward_backward(body: bytes, images: ImageProcessor | None = None) -> 
         raise UserError(
             f"model_id {message.model_id!r}, seq_id {message.seq_id}: want a model, and a number from 1 on"
         )
-    wanted, fault = None, ""
+    verb: TrainingVerb
     try:
-        wanted = _pass(message, images)
+        verb = _pass(message, images)
     except UserError as error:
-        fault = error.message
-    return ForwardBackward(
-        model=message.model_id, number=message.seq_id, wanted=wanted, fault=fault
-    )
+        verb = Refused(error=error.message)
+    return TrainingRequest(model=message.model_id, number=message.seq_id, verb=verb)
 
 
 def _pass(message: pb.TinkerForwardBackwardRequest, images: ImageProcessor | None) -> Pass:
     loss: Any = message.loss_fn
-    if loss not in get_args(LossName):
-        known = ", ".join(get_args(LossName))
-        raise UserError(
-            f"loss_fn: got {loss!r}; want one of {known}. Losses of your own are computed by the SDK"
-            " (forward_backward_custom)"
-        )
     settings = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
@@ -170,14 +141,13 @@ def _pass(message: pb.TinkerForwardBackwardRequest, images: ImageProcessor | Non
 
 
 def _part(chunk: pb.TinkerChunk) -> Part:
-    kind, sent = chunk.WhichOneof("chunk"), chunk.image
+    kind = chunk.WhichOneof("chunk")
     if kind == "encoded_text":
         tokens: Int32 = _array(chunk.encoded_text.tokens, np.int32, "model_input")
         return tokens
-    if kind != "image" or sent.HasField("override_dimensions"):
+    if kind != "image" or chunk.image.HasField("override_dimensions"):
         raise UserError("model_input: want tokens, or pictures in their own size")
-    expected = sent.expected_tokens if sent.HasField("expected_tokens") else None
-    return SentPicture(data=sent.data, format=sent.format, expected_tokens=expected)
+    return chunk.image
 
 
 def _inputs(datum: pb.TinkerDatum, *, spans: bool) -> dict[str, Column]:

@@ -81,7 +81,10 @@ def check(request: Pass, *, vocabulary: int, longest: int) -> None:
     """
     known = _LOSSES.get(request.loss)
     if known is None:
-        raise UserError(f"loss_fn {request.loss!r} is not known; want one of {', '.join(_LOSSES)}")
+        raise UserError(
+            f"loss_fn {request.loss!r} is not known; want one of {', '.join(_LOSSES)}. Losses of your own are"
+            " computed by Tinker's SDK (forward_backward_custom)"
+        )
     if not request.examples:
         raise UserError("a pass over no examples; want at least one")
     _check_settings(request.loss, known, request.loss_settings)
