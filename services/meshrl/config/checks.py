@@ -39,6 +39,7 @@ from meshrl.rewardd.checks import check_reward, unscored
 from meshrl.rewardd.config import JUDGES, OTHER_PACKAGES
 from meshrl.rewardd.pool.rule import REWARDS
 from meshrl.rollout.config import ENGINES, PROGRAMS, check_rollout, row_fault
+from meshrl.rollout.tools.ports import FORMATS, ToolsConfig
 from meshrl.sandbox.sandbox import Isolation
 from meshrl.trainer.algorithms import needs as algorithm_rules
 from meshrl.trainer.algorithms.options import ADVANTAGES, LOSSES
@@ -174,7 +175,8 @@ def warnings(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     tokenizer, known = machine.tokenizer(recipe.tokenizer_dir), vocabulary(recipe, machine)
     if tokenizer is not None and 0 < known < len(tokenizer):
         yield ("model", "path"), f"model.path: {_too_many(recipe, tokenizer, known)}"
-    yield from _thoughts(recipe, tokenizer)
+    if tokenizer is not None:
+        yield from _template(recipe, tokenizer)
     trained = {"actor": recipe.actor.optim}
     if algorithm_needs(recipe).critic:
         trained["critic"] = recipe.critic.optim
@@ -193,16 +195,14 @@ def warnings(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
         )
 
 
-def _thoughts(recipe: Recipe, tokenizer: PromptTokenizer | None) -> Iterator[Problem]:
-    """Rows of agents whose chat template shows another history than the row has."""
-    if not uses_gateway(recipe) or tokenizer is None:
-        return
-    if not tokenizer.chat_template:
+def _template(recipe: Recipe, tokenizer: PromptTokenizer) -> Iterator[Problem]:
+    """Programs that speak in messages: without a chat template, or with one that shows another history."""
+    if not tokenizer.chat_template and (lost := _lost_messages(recipe)):
         yield (
             ("rollout", "program"),
-            "rollout.program: the tokenizer has no chat template, so all that agents ask in messages is refused",
+            f"rollout.program: the tokenizer has no chat template, so {lost}; want a checkpoint that has one",
         )
-    if trains_each_branch(recipe):
+    if not uses_gateway(recipe) or trains_each_branch(recipe):
         return
     settings = {**recipe.data.apply_chat_template_kwargs, "add_generation_prompt": False}
     roles = drops_thoughts(lambda messages: rendered(tokenizer, messages, **settings))
@@ -214,6 +214,20 @@ def _thoughts(recipe: Recipe, tokenizer: PromptTokenizer | None) -> Iterator[Pro
             f" message of {before}, and rows keep them; branch: each (verifiers have it under session) trains"
             " each turn behind what it is shown",
         )
+
+
+def _lost_messages(recipe: Recipe) -> str:
+    """The messages of the program that need a chat template; empty where it has none, or they are its function's."""
+    program, options = recipe.rollout.program, recipe.rollout.program_options
+    if uses_gateway(recipe):
+        return "all that agents ask in messages is refused"
+    if plugins.constant(PROGRAMS, program, "TRAINS_SEATS", False):
+        return "no seat of the policy can be told anything"
+    if plugins.constant(PROGRAMS, program, "CALLS_TOOLS", False):
+        format_name = str(options.get("format", ToolsConfig.model_fields["format"].default))
+        if not plugins.constant(FORMATS, format_name, "OBSERVATION", ""):
+            return "the policy cannot be shown what a tool returns"
+    return ""
 
 
 def _one_rank(recipe: Recipe) -> Iterator[Problem]:

@@ -11,11 +11,11 @@ from typing import Any
 from meshrl.common.plugins import known
 from meshrl.config.loading import read_yaml
 from meshrl.contract.errors import ConfigError
+from meshrl.rollout.tools.ports import FORMATS
 from meshrl.verl.rules import Conversion, Given, KeyStatus, configured, expanded, no
 
 PROGRAM_OPTIONS = "rollout.program_options"
 OPTIONS = f"{PROGRAM_OPTIONS}.tools"
-FORMATS = "meshrl.rollout.tools.formats"
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 FILES = ("tool_config_path", "function_tool_path")
 OWN = "name your functions or MCP servers in rollout.program_options: docs/how-to/tools.md"

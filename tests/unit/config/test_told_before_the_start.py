@@ -575,6 +575,14 @@ def test_of_a_machine_that_is_elsewhere_only_the_recipe_is_checked() -> None:
         )
 
 
+def told_of(model: Path, program: str, options: str, key: str) -> list[str]:
+    """The warnings at a key of `rollout`."""
+    of_program = [f"rollout.program={program}", f"rollout.program_options={options}"]
+    demo = Path(__file__).parents[3] / "recipes/demo/recipe.yaml"
+    recipe = load_recipe(demo, [f"model.path={model}", *of_program], check=False)
+    return [text for at, text in warnings(recipe, ThisMachine()) if at[-1] == key]
+
+
 @pytest.mark.parametrize(
     ("kind", "branch", "told"),
     [
@@ -599,29 +607,25 @@ def test_a_template_that_leaves_thoughts_out_is_told_to_agents(
 ) -> None:
     model = tmp_path / "model"
     PUBLISHED[kind].tokenizer().save_pretrained(model)
-    recipe = load_recipe(
-        Path(__file__).parents[3] / "recipes/demo/recipe.yaml",
-        [
-            f"model.path={model}",
-            f"rollout.program={program}",
-            f"rollout.program_options={options.format(branch)}",
-        ],
-        check=False,
-    )
-    said = [text for at, text in warnings(recipe, ThisMachine()) if at[-1] == "program_options"]
+    said = told_of(model, program, options.format(branch), "program_options")
     assert len(said) == bool(told) and told in "".join(said)
 
 
-def test_a_tokenizer_without_a_chat_template_is_told_to_agents(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "options", "told"),
+    [
+        ("openai", "{external: true}", "all that agents ask in messages is refused"),
+        ("seats", "{function: game.play, seats: {pro: {}}}", "no seat of the policy can be told"),
+        ("tools", "{tools: [game.look]}", "the policy cannot be shown what a tool returns"),
+        ("container", "{}", "the policy cannot be shown what a tool returns"),
+        ("tools", "{tools: [game.look], format: search_r1}", ""),
+        ("user", "{function: game.play}", ""),
+        ("single_turn", "{}", ""),
+    ],
+)
+def test_a_tokenizer_without_a_chat_template_is_told_to_programs_that_speak_in_messages(
+    program: str, options: str, told: str, tmp_path: Path
+) -> None:
     write_tiny_model(tmp_path / "model")
-    recipe = load_recipe(
-        Path(__file__).parents[3] / "recipes/demo/recipe.yaml",
-        [
-            f"model.path={tmp_path / 'model'}",
-            "rollout.program=openai",
-            "rollout.program_options={external: true}",
-        ],
-        check=False,
-    )
-    (said,) = [text for at, text in warnings(recipe, ThisMachine()) if at[-1] == "program"]
-    assert "no chat template" in said
+    said = told_of(tmp_path / "model", program, options, "program")
+    assert len(said) == bool(told) and told in "".join(said)

@@ -44,12 +44,14 @@ from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.tools.ports import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.toolbox import ToolOffer
 
-__all__ = ["BOXES", "POSTS_REWARD", "Config", "build", "check", "row_fault"]
+__all__ = ["BOXES", "CALLS_TOOLS", "POSTS_REWARD", "Config", "build", "check", "row_fault"]
 
 log = logging.getLogger(__name__)
 
 BOXES = True
 """The worker has a pool of containers."""
+CALLS_TOOLS = True
+"""Results of tools are messages, unless the format of its calls says otherwise."""
 POSTS_REWARD = True
 """Each row comes with its reward."""
 TESTS, LOGS = "/tests", "/logs/verifier"

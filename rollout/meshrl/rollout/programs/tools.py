@@ -24,14 +24,15 @@ from meshrl.rollout.agents.session import Gateway
 from meshrl.rollout.conversation import Budget, ChatMessage, Conversation, prompt_of
 from meshrl.rollout.ports import Generator, Program, Rollout
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer, look_at, picture_tokenizer
-from meshrl.rollout.tools.ports import ToolCall, ToolCaller
+from meshrl.rollout.tools.ports import FORMATS, ToolCall, ToolCaller
 from meshrl.rollout.tools.ports import ToolsConfig as Config
 from meshrl.rollout.tools.search import check_folder
 from meshrl.rollout.tools.toolbox import TaskTools, ToolBuilder, ToolOffer, named_tools
 
 log = logging.getLogger(__name__)
 
-FORMATS = "meshrl.rollout.tools.formats"
+CALLS_TOOLS = True
+"""Results of tools are messages, unless the format of its calls says otherwise."""
 
 
 def check(config: Config) -> None:

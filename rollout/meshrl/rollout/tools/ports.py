@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from meshrl.common.config import Config, Environment, Machine
 from meshrl.contract.types import Json, Task, Uid
 
+FORMATS = "meshrl.rollout.tools.formats"
 NO_PICTURE = "[image]"
 """Stands for a picture in a text."""
 
