@@ -1,6 +1,6 @@
-"""Refuses docstrings that begin as no noun phrase and no order, PHRASES, long pages and lines; part of `make check`.
+"""Refuses docstrings and comments of protos that begin as no noun phrase and no order, PHRASES, long pages and lines.
 
-`python .ci/plain_english.py` prints each with its place, and ends with 1 if there are any.
+Part of `make check`. `python .ci/plain_english.py` prints each with its place, and ends with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -58,10 +58,20 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield each.lineno, text
 
 
-def modules() -> Iterator[tuple[str, str]]:
-    """Name and text of each module that a person wrote."""
+def comments(proto: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each comment of a proto."""
+    before = ""
+    for number, line in enumerate(proto.splitlines(), start=1):
+        stripped = line.strip()
+        if stripped.startswith("//") and not before.startswith("//"):
+            yield number, stripped.removeprefix("//")
+        before = stripped
+
+
+def sources(pattern: str) -> Iterator[tuple[str, str]]:
+    """Name and text of each file that a person wrote."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern],
         capture_output=True,
         text=True,
         check=True,
@@ -71,12 +81,16 @@ def modules() -> Iterator[tuple[str, str]]:
             yield name, Path(name).read_text()
 
 
-def openings(modules: Mapping[str, str]) -> Iterator[str]:
-    """A line for each docstring that begins with one of OPENINGS, or tells a state instead of an order."""
-    for name, module in modules.items():
-        tree = ast.parse(module)
-        states = set() if name.startswith(UNCHECKED) else set(stated(tree))
-        for line, text in docstrings(tree):
+def openings(code: Mapping[str, str]) -> Iterator[str]:
+    """A line for each docstring or comment that begins with one of OPENINGS, or tells a state instead of an order."""
+    for name, source in code.items():
+        if name.endswith(".proto"):
+            states, described = set[int](), comments(source)
+        else:
+            tree = ast.parse(source)
+            states = set() if name.startswith(UNCHECKED) else set(stated(tree))
+            described = docstrings(tree)
+        for line, text in described:
             if OPENINGS.match(text) or line in states:
                 first = text.strip().splitlines()[0]
                 yield f"{name}:{line}: write a noun phrase or an order: {first}"
@@ -152,7 +166,7 @@ def wide_lines(text: str) -> Iterator[int]:
 
 def main() -> int:
     """The exit code."""
-    code, pages = dict(modules()), texts()
+    code, pages = {**dict(sources("*.py")), **dict(sources("*.proto"))}, texts()
     worded = {name: text for name, text in code.items() if not name.startswith(UNCHECKED)}
     worded |= {name: text for name, text in pages.items() if not name.startswith(UNWRAPPED)}
     wrong = [*openings(code), *phrases(worded), *too_long(pages), *too_wide(pages)]

@@ -60,21 +60,21 @@ class QueueAdminServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Backup(self, request, context):
-        """Everything that is stored, as of one commit. The queue goes on meanwhile.
+        """Return everything that is stored, as of one commit. The queue continues meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Look at everything that is stored; derive the ledgers anew and compare them with the queue's own.
+        """Read everything that is stored; compute the ledgers again and compare them with the queue's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRuns(self, request, context):
-        """The runs that are stored, and which services work on them.
+        """List the stored runs and the services that work on them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

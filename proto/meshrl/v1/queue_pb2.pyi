@@ -35,7 +35,7 @@ class _GroupPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupPoli
     GROUP_POLICY_REPLACE_SIBLING: _GroupPolicy.ValueType  # 3
 
 class GroupPolicy(_GroupPolicy, metaclass=_GroupPolicyEnumTypeWrapper):
-    """When a group counts as complete."""
+    """The rule by which a group is complete."""
 
 GROUP_POLICY_UNSPECIFIED: GroupPolicy.ValueType  # 0
 GROUP_POLICY_ALL: GroupPolicy.ValueType  # 1
@@ -54,7 +54,7 @@ class _StalePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StalePoli
     STALE_POLICY_DROP: _StalePolicy.ValueType  # 2
 
 class StalePolicy(_StalePolicy, metaclass=_StalePolicyEnumTypeWrapper):
-    """What happens to a task whose rows became too old."""
+    """The treatment of a task whose rows became too old."""
 
 STALE_POLICY_UNSPECIFIED: StalePolicy.ValueType  # 0
 STALE_POLICY_REISSUE: StalePolicy.ValueType  # 1
@@ -96,7 +96,7 @@ Global___StageSpec: _TypeAlias = StageSpec  # noqa: Y015
 
 @_typing.final
 class RunSpec(_message.Message):
-    """What a run asks of the queue."""
+    """The settings of a run in the queue."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -146,7 +146,7 @@ class RunSpec(_message.Message):
     resident_tokens: _builtins.int
     """Tokens; 0 is no bound."""
     vocabulary: _builtins.int
-    """Tokens of rows are less than this; 0 where the caller does not know it."""
+    """Token ids are below this; 0 if the caller does not know it."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageSpec]:
         """In order."""
@@ -182,7 +182,7 @@ Global___RunSpec: _TypeAlias = RunSpec  # noqa: Y015
 
 @_typing.final
 class RunState(_message.Message):
-    """Where a run stands."""
+    """The progress of a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -198,7 +198,7 @@ class RunState(_message.Message):
     """The feeder's position; empty at the start."""
     feed_closed: _builtins.bool
     committed_step: _builtins.int
-    """Rows settled at earlier steps have left the queue for good."""
+    """Rows settled at earlier steps have left the queue permanently."""
     @_builtins.property
     def spec(self) -> Global___RunSpec: ...
     @_builtins.property
@@ -272,7 +272,7 @@ class AcquireRequest(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     owner: _builtins.str
-    """Who takes it over, for people to read."""
+    """The trainer's name, for people to read."""
     def __init__(
         self,
         *,
@@ -379,7 +379,7 @@ class LeaseRequest(_message.Message):
     WAIT_S_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     worker: _builtins.str
-    """Who asks; renewals name the same worker."""
+    """The calling worker; renewals name the same one."""
     limit: _builtins.int
     """Rows at most."""
     at_least: _builtins.int
@@ -433,7 +433,7 @@ class LeaseResponse(_message.Message):
     def header(self) -> Global___LeaseHeader: ...
     @_builtins.property
     def prompts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """What is asked, per group: a Task, serialised. Groups of one message together have about 1 MiB."""
+        """Per group: a Task, serialised. Groups of one message together have about 1 MiB."""
 
     @_builtins.property
     def rows(self) -> Global___GroupRows: ...
@@ -509,8 +509,8 @@ Global___LeaseHeader: _TypeAlias = LeaseHeader  # noqa: Y015
 
 @_typing.final
 class GroupRows(_message.Message):
-    """Rows of several groups side by side. What other messages have "per group" has an entry for each of `counts`, what they
-    have "per row" an entry for each of `indices`.
+    """Rows of several groups side by side. In other messages, a field "per group" has an entry for each of `counts`, a
+    field "per row" an entry for each of `indices`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -549,7 +549,7 @@ Global___GroupRows: _TypeAlias = GroupRows  # noqa: Y015
 
 @_typing.final
 class Parts(_message.Message):
-    """Which frames hold which rows. A frame of columns is described in meshrl/contract/frames.py; the frames of a
+    """The rows of each frame. A frame of columns is described in meshrl/contract/frames.py; the frames of a
     message lie in the order of its parts.
     """
 
@@ -640,7 +640,7 @@ class RenewResponse(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lost(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Uid]:
-        """Held by the worker no longer."""
+        """Rows that the worker no longer holds."""
 
     def __init__(
         self,
@@ -735,7 +735,7 @@ Global___WriteHeader: _TypeAlias = WriteHeader  # noqa: Y015
 
 @_typing.final
 class Facts(_message.Message):
-    """What the queue must know of finished rollouts, per row of those groups that have facts."""
+    """Facts of finished rollouts that the queue needs, per row of those groups that have them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -758,7 +758,7 @@ class Facts(_message.Message):
 
     @_builtins.property
     def oldest(self) -> Global___VersionList:
-        """The oldest version that sampled a token: what staleness is measured from."""
+        """The oldest version that sampled a token; staleness is measured from it."""
 
     @_builtins.property
     def newest(self) -> Global___VersionList:
@@ -770,7 +770,7 @@ class Facts(_message.Message):
 
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Leading tokens that are the task's prompt; none for any row: not known."""
+        """Leading tokens that are the task's prompt; empty if unknown."""
 
     def __init__(
         self,
@@ -904,7 +904,7 @@ class FailRequest(_message.Message):
     reason: _builtins.str
     """For people."""
     lasting: _builtins.bool
-    """Another try would meet the same, as far as the worker can tell."""
+    """Another try would fail in the same way, as far as the worker can tell."""
     @_builtins.property
     def row(self) -> Global___HeldRow: ...
     def __init__(
@@ -967,9 +967,9 @@ class TakeRequest(_message.Message):
     step: _builtins.int
     """The optimizer step that the batch is for."""
     groups: _builtins.int
-    """Groups wanted, exactly; fewer come only when the feed is closed, or of groups that trainers died with."""
+    """Exact number of groups; fewer only when the feed is closed, or for groups that trainers crashed on."""
     batch_id: _builtins.str
-    """Chosen by the caller: makes the call repeatable."""
+    """Chosen by the caller; makes the call repeatable."""
     wait_s: _builtins.float
     """Seconds to wait for the groups."""
     def __init__(
@@ -992,7 +992,7 @@ Global___TakeRequest: _TypeAlias = TakeRequest  # noqa: Y015
 
 @_typing.final
 class Batch(_message.Message):
-    """A batch's manifest; the payload is fetched apart."""
+    """A batch's manifest; Fetch returns the payload."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1135,7 +1135,7 @@ class FilterRowsRequest(_message.Message):
     run: _builtins.str
     epoch: _builtins.int
     reason: _builtins.str
-    """What the ledger counts them under."""
+    """The reason under which the ledger counts them."""
     @_builtins.property
     def uids(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Uid]: ...
     def __init__(
@@ -1242,7 +1242,7 @@ class RewindRequest(_message.Message):
     run: _builtins.str
     epoch: _builtins.int
     step: _builtins.int
-    """Where the trainer resumed."""
+    """The step at which the trainer resumed."""
     def __init__(
         self,
         *,
@@ -1376,19 +1376,19 @@ class Ledger(_message.Message):
     trained: _builtins.int
     @_builtins.property
     def filtered(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """By reason."""
+        """Rows by reason."""
 
     @_builtins.property
     def stale(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """By reason."""
+        """Rows by reason."""
 
     @_builtins.property
     def dead_lettered(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """By reason."""
+        """Rows by reason."""
 
     @_builtins.property
     def resident(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """By state: queued, leased, pending, ready, taken, settled."""
+        """Rows by state: queued, leased, pending, ready, taken, settled."""
 
     def __init__(
         self,
@@ -1548,7 +1548,7 @@ class Waiting(_message.Message):
     """Seconds that it has lasted."""
     @_builtins.property
     def owners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Whom to ask."""
+        """Services that can end the wait."""
 
     @_builtins.property
     def uids(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Uid]:

@@ -209,7 +209,7 @@ class QueueServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Attend(self, request, context):
-        """Be there: the stream lasts as long as the worker does, and the leases of one whose connection breaks end soon.
+        """Report a worker as alive while the stream is open; the leases of one whose connection breaks end soon.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -223,7 +223,7 @@ class QueueServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Append(self, request_iterator, context):
-        """Keep what a stage has made so far of rows that it holds; the next holder gets it. All groups of the stream or none.
+        """Keep the progress of leased rows; the next holder gets it. All groups of the stream or none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -300,14 +300,14 @@ class QueueServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetLedger(self, request, context):
-        """Where every admitted row is.
+        """Count the admitted rows by state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListDeadLetters(self, request, context):
-        """The rows that were given up.
+        """List the rows that were given up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -321,7 +321,7 @@ class QueueServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WhyWaiting(self, request, context):
-        """Everything that blocks now, the longest wait first.
+        """List everything that blocks now, the longest wait first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

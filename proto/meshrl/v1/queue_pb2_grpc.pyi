@@ -32,11 +32,11 @@ class QueueStub:
     Renew: _aio.UnaryUnaryMultiCallable[_queue_pb2.RenewRequest, _queue_pb2.RenewResponse]
     """Extend leases; answers with those that are lost."""
     Attend: _aio.UnaryStreamMultiCallable[_queue_pb2.AttendRequest, _trajectory_pb2.Ack]
-    """Be there: the stream lasts as long as the worker does, and the leases of one whose connection breaks end soon."""
+    """Report a worker as alive while the stream is open; the leases of one whose connection breaks end soon."""
     Write: _aio.StreamUnaryMultiCallable[_queue_pb2.WriteRequest, _trajectory_pb2.Ack]
     """Add columns to leased rows: all rows of the stream or none, durable when answered."""
     Append: _aio.StreamUnaryMultiCallable[_queue_pb2.WriteRequest, _trajectory_pb2.Ack]
-    """Keep what a stage has made so far of rows that it holds; the next holder gets it. All groups of the stream or none."""
+    """Keep the progress of leased rows; the next holder gets it. All groups of the stream or none."""
     Redo: _aio.UnaryUnaryMultiCallable[_queue_pb2.RedoRequest, _queue_pb2.RedoResponse]
     """Have rows worked on by a stage again."""
     Fail: _aio.UnaryUnaryMultiCallable[_queue_pb2.FailRequest, _trajectory_pb2.Ack]
@@ -58,13 +58,13 @@ class QueueStub:
     Rewind: _aio.UnaryUnaryMultiCallable[_queue_pb2.RewindRequest, _queue_pb2.RewindResponse]
     """A trainer resumed at an earlier step."""
     GetLedger: _aio.UnaryUnaryMultiCallable[_queue_pb2.RunRequest, _queue_pb2.Ledger]
-    """Where every admitted row is."""
+    """Count the admitted rows by state."""
     ListDeadLetters: _aio.UnaryUnaryMultiCallable[_queue_pb2.RunRequest, _queue_pb2.DeadLetters]
-    """The rows that were given up."""
+    """List the rows that were given up."""
     Replay: _aio.UnaryUnaryMultiCallable[_queue_pb2.ReplayRequest, _queue_pb2.ReplayResponse]
     """Admit dead-lettered rows again as further attempts."""
     WhyWaiting: _aio.UnaryUnaryMultiCallable[_queue_pb2.RunRequest, _queue_pb2.WaitingList]
-    """Everything that blocks now, the longest wait first."""
+    """List everything that blocks now, the longest wait first."""
 
 class QueueServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -128,7 +128,7 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         request: _queue_pb2.AttendRequest,
         context: _aio.ServicerContext[_queue_pb2.AttendRequest, _abc.AsyncIterator[_trajectory_pb2.Ack]],
     ) -> _abc.AsyncIterator[_trajectory_pb2.Ack]:
-        """Be there: the stream lasts as long as the worker does, and the leases of one whose connection breaks end soon."""
+        """Report a worker as alive while the stream is open; the leases of one whose connection breaks end soon."""
 
     @_abc_1.abstractmethod
     def Write(
@@ -144,7 +144,7 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_queue_pb2.WriteRequest],
         context: _aio.ServicerContext[_abc.AsyncIterator[_queue_pb2.WriteRequest], _abc.Awaitable[_trajectory_pb2.Ack]],
     ) -> _abc.Awaitable[_trajectory_pb2.Ack]:
-        """Keep what a stage has made so far of rows that it holds; the next holder gets it. All groups of the stream or none."""
+        """Keep the progress of leased rows; the next holder gets it. All groups of the stream or none."""
 
     @_abc_1.abstractmethod
     def Redo(
@@ -232,7 +232,7 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         request: _queue_pb2.RunRequest,
         context: _aio.ServicerContext[_queue_pb2.RunRequest, _abc.Awaitable[_queue_pb2.Ledger]],
     ) -> _abc.Awaitable[_queue_pb2.Ledger]:
-        """Where every admitted row is."""
+        """Count the admitted rows by state."""
 
     @_abc_1.abstractmethod
     def ListDeadLetters(
@@ -240,7 +240,7 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         request: _queue_pb2.RunRequest,
         context: _aio.ServicerContext[_queue_pb2.RunRequest, _abc.Awaitable[_queue_pb2.DeadLetters]],
     ) -> _abc.Awaitable[_queue_pb2.DeadLetters]:
-        """The rows that were given up."""
+        """List the rows that were given up."""
 
     @_abc_1.abstractmethod
     def Replay(
@@ -256,6 +256,6 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         request: _queue_pb2.RunRequest,
         context: _aio.ServicerContext[_queue_pb2.RunRequest, _abc.Awaitable[_queue_pb2.WaitingList]],
     ) -> _abc.Awaitable[_queue_pb2.WaitingList]:
-        """Everything that blocks now, the longest wait first."""
+        """List everything that blocks now, the longest wait first."""
 
 def add_QueueServicer_to_server(servicer: QueueServicer, server: _aio.Server) -> None: ...

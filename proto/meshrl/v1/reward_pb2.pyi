@@ -26,7 +26,7 @@ class ScoreRequest(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     REWARD_HASH_FIELD_NUMBER: _builtins.int
     reward_hash: _builtins.str
-    """Hex: the version to score with; empty means what scores now."""
+    """The version to score with, hex; empty means the one that scores now."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sample]: ...
     def __init__(
@@ -65,7 +65,7 @@ Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
 
 @_typing.final
 class Sample(_message.Message):
-    """What a judge sees of a row."""
+    """The part of a row that a judge reads."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -164,24 +164,24 @@ class Score(_message.Message):
     """The score counts only for OK, TRUNCATED and POLICY_FAULT."""
     score: _builtins.float
     reason: _builtins.str
-    """Why, where the outcome is a fault."""
+    """The reason of a fault."""
     reward_hash: _builtins.str
-    """Content hash of what scored, hex."""
+    """Content hash of the reward function, hex."""
     lasting: _builtins.bool
-    """Of a fault: another try would meet the same, as far as the judge can tell."""
+    """Another try would fail in the same way, as far as the judge can tell."""
     @_builtins.property
     def uid(self) -> _trajectory_pb2.Uid: ...
     @_builtins.property
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """By name."""
+        """Parts of the score by name."""
 
     @_builtins.property
     def token_rewards(self) -> _trajectory_pb2.Array:
-        """float64, one per response token, where the judge gives them; they are the reward then, and score is what reports show."""
+        """float64, one per response token. If present, they are the reward, and reports show `score`."""
 
     @_builtins.property
     def texts(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """What the judge says in words, by name."""
+        """The judge's texts, by name."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class RewardInfo(_message.Message):
 
     REWARD_HASH_FIELD_NUMBER: _builtins.int
     reward_hash: _builtins.str
-    """Content hash of what scores, hex."""
+    """Content hash of the reward function, hex."""
     def __init__(
         self,
         *,

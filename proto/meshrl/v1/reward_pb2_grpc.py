@@ -50,14 +50,14 @@ class RewardServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Score(self, request, context):
-        """One score per sample, in order. A sample that cannot be scored comes back with a fault, not as an error.
+        """Score each sample, in order. A sample that cannot be scored comes back with a fault, not as an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetInfo(self, request, context):
-        """What scores.
+        """Return the version that scores.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

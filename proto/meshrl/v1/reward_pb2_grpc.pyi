@@ -15,9 +15,9 @@ GRPC_VERSION: str
 class RewardStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
-    """One score per sample, in order. A sample that cannot be scored comes back with a fault, not as an error."""
+    """Score each sample, in order. A sample that cannot be scored comes back with a fault, not as an error."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_reward_pb2.GetRewardInfoRequest, _reward_pb2.RewardInfo]
-    """What scores."""
+    """Return the version that scores."""
 
 class RewardServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -26,7 +26,7 @@ class RewardServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ScoreRequest,
         context: _aio.ServicerContext[_reward_pb2.ScoreRequest, _abc.Awaitable[_reward_pb2.ScoreResponse]],
     ) -> _abc.Awaitable[_reward_pb2.ScoreResponse]:
-        """One score per sample, in order. A sample that cannot be scored comes back with a fault, not as an error."""
+        """Score each sample, in order. A sample that cannot be scored comes back with a fault, not as an error."""
 
     @_abc_1.abstractmethod
     def GetInfo(
@@ -34,6 +34,6 @@ class RewardServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.GetRewardInfoRequest,
         context: _aio.ServicerContext[_reward_pb2.GetRewardInfoRequest, _abc.Awaitable[_reward_pb2.RewardInfo]],
     ) -> _abc.Awaitable[_reward_pb2.RewardInfo]:
-        """What scores."""
+        """Return the version that scores."""
 
 def add_RewardServicer_to_server(servicer: RewardServicer, server: _aio.Server) -> None: ...

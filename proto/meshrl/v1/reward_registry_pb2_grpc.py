@@ -88,21 +88,21 @@ class RewardRegistryServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRewards(self, request, context):
-        """Every name with its history. Role: read.
+        """List every name with its history. Role: read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetReward(self, request, context):
-        """One version with its source. Role: read.
+        """Return one version with its source. Role: read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DiffRewards(self, request, context):
-        """A unified diff of two sources. Role: read.
+        """Return a unified diff of two sources. Role: read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,14 +123,14 @@ class RewardRegistryServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def TryReward(self, request, context):
-        """Score samples with a version; nothing of it enters a run. Role: read.
+        """Score samples with a version; no run gets these scores. Role: read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CompareRewards(self, request, context):
-        """Two versions on the same samples: those given, or those that the run scored last. Role: read.
+        """Compare two versions on the same samples: those given, or those that the run scored last. Role: read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,7 +45,7 @@ class RolloutServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetStats(self, request, context):
-        """How the engine does now.
+        """Return the present statistics of the engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -56,7 +56,7 @@ class TrainerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """A status after every change, and at least every `every_s` seconds; ends after phase DONE or FAILED.
+        """Send a status after every change, and at least every `every_s` seconds; ends after phase DONE or FAILED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

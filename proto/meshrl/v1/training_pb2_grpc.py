@@ -51,14 +51,14 @@ class TrainingServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Submit(self, request, context):
-        """Durable on return. The number makes a repeated request the same one.
+        """Accept a request, durably. The number makes a repeated request the same one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Result(self, request, context):
-        """The answer, the same whenever it is asked for.
+        """Return the answer of a request, the same each time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,7 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_CANCELLED: _Outcome.ValueType  # 6
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
-    """How a rollout or a score ended. Only OK, TRUNCATED and POLICY_FAULT may become training rows."""
+    """The end of a rollout or of a score. Only OK, TRUNCATED and POLICY_FAULT may become training rows."""
 
 OUTCOME_UNSPECIFIED: Outcome.ValueType  # 0
 OUTCOME_OK: Outcome.ValueType  # 1
@@ -103,7 +103,7 @@ Global___Version: _TypeAlias = Version  # noqa: Y015
 
 @_typing.final
 class Uid(_message.Message):
-    """Names one row for ever."""
+    """The permanent name of one row."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -116,9 +116,9 @@ class Uid(_message.Message):
     task: _builtins.str
     """The task; not empty."""
     index: _builtins.int
-    """Which of the task's group_size samples; from 0."""
+    """Index among the task's group_size samples; from 0."""
     attempt: _builtins.int
-    """Which try at that sample; from 0."""
+    """Number of the try at that sample; from 0."""
     def __init__(
         self,
         *,
@@ -169,7 +169,7 @@ Global___Array: _TypeAlias = Array  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How to sample one response."""
+    """The sampling settings of one response."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -212,11 +212,11 @@ class SamplingParams(_message.Message):
     top_k: _builtins.int
     """-1 is off."""
     max_tokens: _builtins.int
-    """Of the response."""
+    """Most tokens of the response."""
     seed: _builtins.int
     """Mixed with the uid of the row."""
     greedy_siblings: _builtins.int
-    """So many of the last rows of a group are sampled greedily instead: baselines."""
+    """Number of last rows of a group that are sampled greedily, as baselines."""
     joint_cut: _builtins.bool
     """top_k and top_p both cut the whole distribution, as SGLang does; else top_p cuts what top_k has left."""
     min_p: _builtins.float
@@ -287,7 +287,7 @@ Global___Message: _TypeAlias = Message  # noqa: Y015
 
 @_typing.final
 class Media(_message.Message):
-    """A picture of a prompt, as its file has it."""
+    """A picture of a prompt, in the bytes of its file."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -297,10 +297,10 @@ class Media(_message.Message):
     kind: _builtins.str
     """image."""
     sha256: _builtins.str
-    """Of the data, in 64 hexadecimal digits: its name."""
+    """SHA-256 of the data in 64 hexadecimal digits; names the picture."""
     data: _builtins.bytes
-    """PNG, JPEG and what else the reader knows. Empty in a list of a row's own pictures: it is said before, or the
-    task's.
+    """PNG, JPEG or another format of the reader. Empty in a list of a row's pictures if the picture came before or is
+    the task's.
     """
     def __init__(
         self,

@@ -27,15 +27,15 @@ class WeightPatchRequest(_message.Message):
     BUCKET_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     secret: _builtins.str
-    """Part of the carrier's endpoint: who asks has been told it by the coordinator."""
+    """Part of the carrier's endpoint, which the coordinator sends to each replica."""
     run: _builtins.str
     generation: _builtins.int
     """The channel: one joining of one replica."""
     version: _builtins.str
-    """"epoch.step" that is fetched."""
+    """The version to fetch, "epoch.step"."""
     bucket: _builtins.int
     base: _builtins.str
-    """"epoch.step" that the asker holds in memory, committed; empty: none."""
+    """The committed version that the replica holds in memory, "epoch.step"; empty: none."""
     def __init__(
         self,
         *,

@@ -45,7 +45,7 @@ class WeightPatchesServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Fetch(self, request, context):
-        """One bucket, in messages of a few MiB. Waits until the trainer's end of the channel offers the bucket.
+        """Return one bucket in messages of a few MiB. Waits until the trainer's end of the channel offers the bucket.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

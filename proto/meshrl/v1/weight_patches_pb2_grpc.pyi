@@ -15,7 +15,7 @@ GRPC_VERSION: str
 class WeightPatchesStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Fetch: _aio.UnaryStreamMultiCallable[_weight_patches_pb2.WeightPatchRequest, _weight_patches_pb2.WeightPatchPart]
-    """One bucket, in messages of a few MiB. Waits until the trainer's end of the channel offers the bucket."""
+    """Return one bucket in messages of a few MiB. Waits until the trainer's end of the channel offers the bucket."""
 
 class WeightPatchesServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -24,6 +24,6 @@ class WeightPatchesServicer(metaclass=_abc_1.ABCMeta):
         request: _weight_patches_pb2.WeightPatchRequest,
         context: _aio.ServicerContext[_weight_patches_pb2.WeightPatchRequest, _abc.AsyncIterator[_weight_patches_pb2.WeightPatchPart]],
     ) -> _abc.AsyncIterator[_weight_patches_pb2.WeightPatchPart]:
-        """One bucket, in messages of a few MiB. Waits until the trainer's end of the channel offers the bucket."""
+        """Return one bucket in messages of a few MiB. Waits until the trainer's end of the channel offers the bucket."""
 
 def add_WeightPatchesServicer_to_server(servicer: WeightPatchesServicer, server: _aio.Server) -> None: ...

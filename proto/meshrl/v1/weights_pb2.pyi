@@ -15,7 +15,7 @@ The weight plane: how a version of the weights reaches every rollout engine as o
        Committed ────────────────────────────▶
 
        Report  ──────────────────────────────▶                         every few seconds, instead of a beat
-              ◀───────────────────────────────  Leave                  at the operator's wish
+              ◀───────────────────────────────  Leave                  when the operator drains it
 
 Every message carries the stamp (run, generation, version); one of another generation is dropped.
 """
@@ -45,13 +45,13 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     DESCRIPTOR: _descriptor.EnumDescriptor
     REPLICA_STATE_UNSPECIFIED: _ReplicaState.ValueType  # 0
     REPLICA_STATE_JOINING: _ReplicaState.ValueType  # 1
-    """Has nothing of this trainer's yet."""
+    """Has no weights of this trainer yet."""
     REPLICA_STATE_SYNCED: _ReplicaState.ValueType  # 2
     """Holds a verified version beside the engine, not yet committed."""
     REPLICA_STATE_SERVING: _ReplicaState.ValueType  # 3
     """Its engine serves a committed version."""
     REPLICA_STATE_SUSPECT: _ReplicaState.ValueType  # 4
-    """Half of a deadline has passed without progress."""
+    """No progress for half of a deadline."""
     REPLICA_STATE_OUT: _ReplicaState.ValueType  # 5
     """Died, hung or left; joins again as a new generation."""
 
@@ -59,20 +59,20 @@ class ReplicaState(_ReplicaState, metaclass=_ReplicaStateEnumTypeWrapper): ...
 
 REPLICA_STATE_UNSPECIFIED: ReplicaState.ValueType  # 0
 REPLICA_STATE_JOINING: ReplicaState.ValueType  # 1
-"""Has nothing of this trainer's yet."""
+"""Has no weights of this trainer yet."""
 REPLICA_STATE_SYNCED: ReplicaState.ValueType  # 2
 """Holds a verified version beside the engine, not yet committed."""
 REPLICA_STATE_SERVING: ReplicaState.ValueType  # 3
 """Its engine serves a committed version."""
 REPLICA_STATE_SUSPECT: ReplicaState.ValueType  # 4
-"""Half of a deadline has passed without progress."""
+"""No progress for half of a deadline."""
 REPLICA_STATE_OUT: ReplicaState.ValueType  # 5
 """Died, hung or left; joins again as a new generation."""
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
 @_typing.final
 class WeightStamp(_message.Message):
-    """What a message is about. A generation is one joining of one replica."""
+    """The subject of a message. A generation is one joining of one replica."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -158,7 +158,7 @@ class WeightManifest(_message.Message):
 
     @_builtins.property
     def tensor_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """xxh3-64 of each of `tensors`; none where they were not made."""
+        """xxh3-64 of each of `tensors`; may be empty."""
 
     def __init__(
         self,
@@ -290,9 +290,9 @@ class ReplicaHello(_message.Message):
     serving: _builtins.bool
     """False: the stamp's version means nothing, the engine serves none yet."""
     commit_deadline_s: _builtins.float
-    """How long this engine may take to commit (a drain lasts as long as a rollout)."""
+    """Seconds that this engine may take to commit (a drain lasts as long as a rollout)."""
     host: _builtins.str
-    """Names the kernel and its shared memory: equal on both sides, one host. Empty when it cannot be told."""
+    """Names the kernel and its shared memory; two processes on one host have the same. Empty if unknown."""
     @_builtins.property
     def carriers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Carriers that this process can be reached by."""
@@ -324,11 +324,11 @@ class ReplicaReady(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     CHUNK_DIGESTS_FIELD_NUMBER: _builtins.int
     group: _builtins.int
-    """Of the PROPOSE that this answers."""
+    """The group of the PROPOSE that this answers."""
     error: _builtins.str
     """Not ready: why its end of the group's channel did not open."""
     chunk_digests: _builtins.bool
-    """It receives into memory of a device: TRANSFER has to say chunk digests, and RECEIVED answers with those."""
+    """Receives into device memory: TRANSFER must have chunk digests, and RECEIVED answers with those."""
     @_builtins.property
     def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Buckets that it holds already, verified: they came before the group failed."""
@@ -360,13 +360,13 @@ class ReplicaReceived(_message.Message):
     MOVED_BYTES_FIELD_NUMBER: _builtins.int
     bucket: _builtins.int
     hash: _builtins.str
-    """xxh3-128, or chunk digest, of what arrived; empty when nothing readable did."""
+    """xxh3-128, or chunk digest, of the received bytes; empty if they are unreadable."""
     group: _builtins.int
-    """Of the PROPOSE that named the channel."""
+    """The group of the PROPOSE that named the channel."""
     error: _builtins.str
     """The group's channel failed: why."""
     moved_bytes: _builtins.int
-    """What travelled of it; less than the bucket where the carrier sends what changed."""
+    """Bytes sent; less than the bucket if the carrier sends only changes."""
     def __init__(
         self,
         *,
@@ -410,7 +410,7 @@ class ReplicaCommitted(_message.Message):
 
     PAUSE_S_FIELD_NUMBER: _builtins.int
     pause_s: _builtins.float
-    """How long the update held generation up."""
+    """Seconds for which the update paused generation."""
     def __init__(
         self,
         *,
@@ -463,7 +463,7 @@ Global___Beat: _TypeAlias = Beat  # noqa: Y015
 
 @_typing.final
 class ReplicaReport(_message.Message):
-    """How the worker and its engine do now."""
+    """The present state of the worker and its engine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -497,13 +497,13 @@ class ReplicaReport(_message.Message):
     error_rate: _builtins.float
     """Share of the last requests that failed."""
     last_fault: _builtins.str
-    """What the last fault said; empty before the first."""
+    """Message of the last fault; empty before the first."""
     opened: _builtins.int
     """Times that the breaker opened."""
     draining: _builtins.bool
-    """It leases no more and is about to go."""
+    """Leases no more and is about to end."""
     continued: _builtins.int
-    """Tokens of responses that this worker took over from another."""
+    """Tokens of responses that another worker began and this one continued."""
     boxes: _builtins.int
     """Containers of its rows that run, and the image that rows wait for; empty where none does."""
     waits_for: _builtins.str
@@ -596,7 +596,7 @@ class PlaneWelcome(_message.Message):
     BEAT_S_FIELD_NUMBER: _builtins.int
     SILENCE_S_FIELD_NUMBER: _builtins.int
     beat_s: _builtins.float
-    """Between two beats of the other side, and the silence after which it is given up."""
+    """Seconds between two beats of the other side, and of silence after which it is given up."""
     silence_s: _builtins.float
     def __init__(
         self,
@@ -623,13 +623,12 @@ class PlanePropose(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
-    """Where the carrier is met: an address for gloo, a directory relative to the run's for disk."""
+    """The endpoint of the carrier: an address for gloo, a directory relative to the run's for disk."""
     carrier: _builtins.str
-    """Which carrier is met there: one that the HELLO named."""
+    """The carrier at that endpoint, one that the HELLO named."""
     group: _builtins.int
-    """0: the channel has two ends, the trainer's and this replica's. Else it is the group of this number and of `size`
-    ends, in which this replica has `rank`. A second PROPOSE of one version names another channel, and what was verified
-    stays.
+    """0: the channel has two ends, the trainer's and this replica's. Else the number of a group of `size` ends, in which
+    this replica has `rank`. A second PROPOSE of one version names another channel; verified buckets stay.
     """
     rank: _builtins.int
     size: _builtins.int
@@ -673,7 +672,7 @@ class PlaneTransfer(_message.Message):
     def tensor_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def chunk_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of each bucket, for a replica whose READY asks; see meshrl.common.chunk_digest."""
+        """Digest of each bucket, for a replica whose READY asks; see meshrl.common.chunk_digest."""
 
     def __init__(
         self,
@@ -851,11 +850,11 @@ class ReplicaInfo(_message.Message):
     last_sync_s: _builtins.float
     pause_s: _builtins.float
     reason: _builtins.str
-    """Why it is out."""
+    """The reason why it is out."""
     carrier: _builtins.str
-    """What brought its last version, or brings the one under way; empty before the first."""
+    """The carrier of its last version, or of the one under way; empty before the first."""
     moved_bytes: _builtins.int
-    """What travelled of its last version."""
+    """Bytes sent for its last version."""
     @_builtins.property
     def report(self) -> Global___ReplicaReport:
         """Absent: it has sent none, or is out."""

@@ -62,14 +62,14 @@ class WeightsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Fleet(self, request, context):
-        """Who belongs to the fleet, at which version, and how it does.
+        """List the replicas of the fleet with their versions and reports.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Has one leave: it leases no more, hands over what runs, ends. Answers at once; doing it twice is doing it once.
+        """Drain one replica: it leases no more, hands over its running rows and ends. Answers at once; idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

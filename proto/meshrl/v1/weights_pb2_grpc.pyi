@@ -15,7 +15,7 @@ The weight plane: how a version of the weights reaches every rollout engine as o
        Committed ────────────────────────────▶
 
        Report  ──────────────────────────────▶                         every few seconds, instead of a beat
-              ◀───────────────────────────────  Leave                  at the operator's wish
+              ◀───────────────────────────────  Leave                  when the operator drains it
 
 Every message carries the stamp (run, generation, version); one of another generation is dropped.
 """
@@ -34,9 +34,9 @@ class WeightsStub:
     Join: _aio.StreamStreamMultiCallable[_weights_pb2.ReplicaMessage, _weights_pb2.PlaneMessage]
     """One stream per rollout process, for as long as it lives."""
     Fleet: _aio.UnaryUnaryMultiCallable[_weights_pb2.FleetRequest, _weights_pb2.FleetResponse]
-    """Who belongs to the fleet, at which version, and how it does."""
+    """List the replicas of the fleet with their versions and reports."""
     Drain: _aio.UnaryUnaryMultiCallable[_weights_pb2.DrainRequest, _weights_pb2.DrainResponse]
-    """Has one leave: it leases no more, hands over what runs, ends. Answers at once; doing it twice is doing it once."""
+    """Drain one replica: it leases no more, hands over its running rows and ends. Answers at once; idempotent."""
 
 class WeightsServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -53,7 +53,7 @@ class WeightsServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.FleetRequest,
         context: _aio.ServicerContext[_weights_pb2.FleetRequest, _abc.Awaitable[_weights_pb2.FleetResponse]],
     ) -> _abc.Awaitable[_weights_pb2.FleetResponse]:
-        """Who belongs to the fleet, at which version, and how it does."""
+        """List the replicas of the fleet with their versions and reports."""
 
     @_abc_1.abstractmethod
     def Drain(
@@ -61,6 +61,6 @@ class WeightsServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.DrainRequest,
         context: _aio.ServicerContext[_weights_pb2.DrainRequest, _abc.Awaitable[_weights_pb2.DrainResponse]],
     ) -> _abc.Awaitable[_weights_pb2.DrainResponse]:
-        """Has one leave: it leases no more, hands over what runs, ends. Answers at once; doing it twice is doing it once."""
+        """Drain one replica: it leases no more, hands over its running rows and ends. Answers at once; idempotent."""
 
 def add_WeightsServicer_to_server(servicer: WeightsServicer, server: _aio.Server) -> None: ...
