@@ -19,7 +19,7 @@ OPENINGS = re.compile(
 NOUNS = re.compile(r"(A|An|Each|Every|Its|No|Rows|The|This)\b")
 PHRASES = re.compile(
     r"\b(arrived wrong|for good|go(?:es)? on|gone on|in vain|is told|models? that reads?|shared out|so many|somebody"
-    r"|to be had|told of|went on|whom)\b",
+    r"|to be had|told of|went on|whoever|whom)\b",
     re.IGNORECASE,
 )
 """Words with plainer ones: damaged, permanently, continue, without use, gets, another, logged, sharded."""

@@ -110,7 +110,7 @@ class Machine:
         return program
 
     def kill(self) -> None:
-        """Everything that runs there, whoever started it."""
+        """All processes that run there."""
         done = subprocess.run(
             ["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True
         )

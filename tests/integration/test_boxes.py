@@ -280,7 +280,7 @@ async def test_what_lies_at_the_target_is_replaced_and_no_link_there_is_followed
 @pytest.mark.parametrize("made", ["ln -s /etc/passwd /out", "mkfifo /out", "mkdir /out", "true"])
 async def test_only_a_regular_file_comes_out(box: Box, made: str) -> None:
     await shell(box, made)
-    with pytest.raises(NotFoundError, match="/out is no regular file"):
+    with pytest.raises(NotFoundError, match="/out is not a regular file"):
         await box.get("/out", 100)
 
 

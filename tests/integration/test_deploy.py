@@ -210,7 +210,7 @@ async def test_health_tells_ready_from_starting_from_gone() -> None:
 async def test_health_of_what_is_no_address_is_one_line() -> None:
     code, said = await health_of("queue")
     assert code == 2
-    assert said == "error: 'queue' is no address: want HOST:PORT, e.g. 127.0.0.1:7001\n"
+    assert said == "error: 'queue' is not an address: want HOST:PORT, e.g. 127.0.0.1:7001\n"
 
 
 def test_ports_of_units_are_all_different_and_the_environment_names_them() -> None:

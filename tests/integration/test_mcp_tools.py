@@ -99,7 +99,7 @@ async def test_a_servers_picture_is_a_part_for_a_model_that_sees_and_a_word_for_
     assert media == (Media.of(png),)
     assert await tools.call(call, caller, TOKENIZER) == "the board\n[image]"
     broken = ToolCall(name="draw", arguments={"data": "no base64!"})
-    assert "no base64" in str(await tools.call(broken, caller, Seeing()))
+    assert "is not base64" in str(await tools.call(broken, caller, Seeing()))
 
 
 async def test_a_server_lists_its_tools_and_answers_calls(bench: Bench) -> None:

@@ -794,7 +794,7 @@ async def test_adapters_are_served_beside_the_base_without_a_merge_and_a_respons
             "no {name} server answers at http://127.0.0.1:9",
         ),
         ({"url": "localhost:8000"}, "rollout.engine.url is 'localhost:8000'"),
-        ({"python": "/no/such/python"}, "rollout.engine.python: /no/such/python is no program"),
+        ({"python": "/no/such/python"}, "rollout.engine.python: /no/such/python is not a program"),
         ({"python": sys.executable}, "No module named .?{package}"),
         (
             {"command": ["sh", "-c", "echo ValueError: no such model >&2; exit 3"]},

@@ -142,7 +142,7 @@ def test_the_addresses_of_two_queues_are_none_of_one(
         main([*words.split(), "--queue", "127.0.0.1:7001,127.0.0.1:7002", "--run", "run"])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "'127.0.0.1:7001,127.0.0.1:7002' is no address of a queue" in line
+    assert "'127.0.0.1:7001,127.0.0.1:7002' is not an address of a queue" in line
 
 
 def test_shards_of_a_recipe_are_one_or_refused(

@@ -34,7 +34,7 @@ PathBelowRoot = Annotated[str, AfterValidator(path_below_root)]
 
 
 class ContainerTask(Config):
-    """Paths of this machine are absolute: whoever samples the row reads them there."""
+    """Paths of this machine are absolute; the worker that samples the row reads them."""
 
     name: str
     """For people."""

@@ -4,8 +4,8 @@
     engine    share:   waits for WANTED to be free, locks HELD with other engines  ▸ samples until `wanted` ▸  release
 
 A process that is killed holds nothing any more, and neither do the servers that it had started: they inherit the open
-files (`inherited`), so that HELD stays locked until the last of them, and its memory, is gone. Whoever waits looks
-every POLL_S: a lock has no event that could be cancelled.
+files (`inherited`), so that HELD stays locked until the last of them, and its memory, is gone. A waiter looks every
+POLL_S: a lock has no event that could be cancelled.
 
 `DeviceShare` is what a service gets of a machine with GPUs: devices, memory and ports, as environment variables.
 """
@@ -95,7 +95,7 @@ class DeviceLease:
     async def idle(self, patience_s: float) -> None:
         """Return once nobody has the device alone, or wants it, and no version will follow. The caller has it not.
 
-        Whoever had it alone and announced a version is given `patience_s` seconds.
+        A process that had it alone and announced a version has `patience_s` seconds.
         """
         calm = 0.0
         while calm < (patience_s if os.fstat(self._held).st_size else POLL_S):

@@ -52,7 +52,7 @@ def sync(path: Path) -> None:
 
 
 def replace_file(path: Path, content: str | bytes, *, private: bool = False) -> None:
-    """Write a file; a reader sees the old one or this one, never a part, whoever is killed. Not synced.
+    """Write a file; a reader sees the old one or this one, never a part, also after a kill. Not synced.
 
     A `private` one, of rows, is nobody else's to read, whatever the umask.
 

@@ -138,7 +138,7 @@ def _found(name: str, search: Iterable[str] | None) -> ModuleSpec | None:
 def where_it_stands(name: str) -> str:
     """Advice on a module that is not found although the working directory has it; else empty.
 
-    The services do not import from there: whoever writes a file into it would run code in them.
+    The services do not import from there: anyone who can write a file there could run code in them.
     """
     here, first = Path.cwd(), name.partition(".")[0]
     if not first or not ((here / first).is_dir() or (here / f"{first}.py").is_file()):
@@ -149,7 +149,7 @@ def where_it_stands(name: str) -> str:
 def check_admitted(package: str, name: str, admitted: Collection[str], key: str) -> None:
     """Refuse a dotted path that came from elsewhere unless the loader's own recipe names it; `load` checks others.
 
-    `load` runs the module's code; whoever may call a service may not choose what code it runs.
+    `load` runs the module's code; a caller of a service may not choose that code.
 
     Raises:
         ConfigError: a dotted path that the recipe does not name; says at which `key` it may.

@@ -2,7 +2,7 @@
 
     die_with_parent      a process of ours: the kernel kills it with its parent
     guarded_command      a command of others: a guard between, which ends it and all that it starts
-    watchdog_command     process groups: a guard beside, which kills them after the death of whoever lists them
+    watchdog_command     process groups: a guard beside, which kills them after the death of their parent
 
     parent ──stdin──▶ command ──stdout──▶ guard ──▶ a log, or the parent
       └──── SIGTERM, or the kernel's word that the parent is dead ────▶ guard ──▶ SIGTERM, then SIGKILL to the family

@@ -63,7 +63,7 @@ SIOCGIFADDR = 0x8915
 
 
 def listen_fd(host: str, port: int = 0) -> tuple[int, int]:
-    """A descriptor that listens at `host`, and its port; whoever takes the descriptor closes it.
+    """A descriptor that listens at `host`, and its port; the caller closes the descriptor.
 
     For `torch.distributed.TCPStore(master_listen_fd=...)`: without it the store of `127.0.0.1` listens at `*`.
     Raises OSError: the address is not this machine's, or the port is taken.
@@ -176,7 +176,7 @@ def trusts_network() -> bool:
 
 
 def disconnect(peers: Iterable[str]) -> None:
-    """End this process's connections with `peers`, `host:port`, whoever in it has opened them; see shutdown(2)."""
+    """End this process's connections with `peers`, `host:port`, of any part of it; see shutdown(2)."""
     wanted = {_endpoint(*peer.rpartition(":")[::2]) for peer in peers}
     for descriptor in [int(entry.name) for entry in Path("/dev/fd").iterdir()]:
         try:
@@ -210,5 +210,5 @@ def check_address(address: str) -> str:
     if address.startswith(("unix:", "unix-abstract:")):
         return address
     if "," in host or not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
-        raise UserError(f"{address!r} is no address of a queue; want host:port or unix:/path")
+        raise UserError(f"{address!r} is not an address of a queue; want host:port or unix:/path")
     return address

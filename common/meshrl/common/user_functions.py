@@ -32,7 +32,7 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
         raise ConfigError(f"{key}: cannot import {name!r}: {reason}", key=key) from error
     value = getattr(module, attribute, None)
     if not callable(value):
-        what = "is no function" if hasattr(module, attribute) else "is not there"
+        what = "is not a function" if hasattr(module, attribute) else "is not there"
         raise ConfigError(f"{key}: {attribute!r} {what} in {place}", key=key)
     function: Callable[..., Any] = value
     return function

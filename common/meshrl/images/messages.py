@@ -173,4 +173,4 @@ def _of_url(url: str, where: str) -> bytes:
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise UserError(f"{where} is no base64: {error}") from error
+        raise UserError(f"{where} is not base64: {error}") from error

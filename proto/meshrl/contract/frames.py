@@ -308,7 +308,7 @@ class Frame:
                 self._head = _read(memoryview(self.value)[_SUM.size :])
             except _MALFORMED as error:
                 raise CorruptError(
-                    f"{self._what}: {len(self.value)} bytes are no frame: {error}"
+                    f"{self._what}: {len(self.value)} bytes are not a frame: {error}"
                 ) from error
         return self._head
 

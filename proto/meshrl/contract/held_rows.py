@@ -185,7 +185,7 @@ class WriteBack:
 
     @property
     def _enough(self) -> bool:
-        """Waiting longer gains nothing."""
+        """Whether a call is full, or no other row can join it."""
         return self._num_rows >= self._most_rows or self._alone()
 
     def _discard(self, pending: _PendingWrite) -> None:

@@ -67,7 +67,7 @@ class RoutedExperts:
         """The column of a row, by its number of tokens. Raises CorruptError for another length."""
         data = column.tobytes()
         if len(data) < _HEAD.size:
-            raise CorruptError(f"{len(data)} bytes are no routed experts")
+            raise CorruptError(f"{len(data)} bytes are not routed experts")
         version, size, layers, chosen, zero, stated = _HEAD.unpack_from(data)
         fits = layers * chosen <= MOST_A_TOKEN and size in (1, 2) and not zero
         if version != _VERSION or stated != tokens or not fits:

@@ -218,7 +218,7 @@ def delegated(proc: Path = Path("/proc/self")) -> Path:
 
 
 def _given(folder: Path) -> bool:
-    """Whether systemd, or whoever manages cgroups here, has delegated it to this process's user."""
+    """Whether systemd, or another manager of cgroups, has delegated it to this process's user."""
     with contextlib.suppress(OSError):
         return os.getxattr(folder, "user.delegate") == b"1"
     return os.geteuid() != 0 and folder.stat().st_uid == os.geteuid()

@@ -71,9 +71,10 @@ StopList = Annotated[list[str], AfterValidator(_no_empty_string)]
 
 
 class Distribution(Config):
-    """The distribution that tokens are drawn from.
+    """The distribution of sampled tokens.
 
-    In this order: `logit_bias`, `repetition_penalty`, temperature, top_k, min_p, top_p; log-probs are of the result.
+    Applied in this order: `logit_bias`, `repetition_penalty`, temperature, top_k, min_p, top_p. Log-probs are of the
+    result.
     """
 
     temperature: NonNegativeFloat = 1.0
@@ -150,8 +151,8 @@ class GatewayConfig(Config):
     port: int = Field(default=0, ge=0, le=65535)
     """0 picks a free one, written to `<run.dir>/gateways/<worker>.json`; else worker `rollout-3` has this plus 3."""
     tokens: Path | None = None
-    """A YAML file of tokens as for `reward.registry.tokens`: role `claim` may request sessions, beside who shows the
-    run's credential `agent` or `operator`. Beyond loopback it needs them, or mutual TLS."""
+    """A YAML file of tokens as for `reward.registry.tokens`. The role `claim` may request sessions, as may the run's
+    credentials `agent` and `operator`. A gateway beyond loopback needs tokens, or mutual TLS."""
     allowed_hosts: list[str] = Field(default_factory=list)
     """Names by which clients call it, besides `localhost`, `host` and IP addresses; another Host is refused."""
     max_request_bytes: PositiveInt = 8 << 20
@@ -313,7 +314,7 @@ class TorchEngineConfig(Config):
         if self.device == "cuda" and not machine.gpus:
             yield "device", "cuda, and this machine has no GPU"
         config = machine.json(model / "config.json")
-        architectures = config.get("architectures") or ["none"]
+        architectures = config.get("architectures") or ["an unnamed architecture"]
         if config and architectures[0] not in TORCH_ARCHITECTURES:
             yield (
                 "",

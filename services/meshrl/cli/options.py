@@ -165,7 +165,7 @@ class Finite(click.FloatRange):
     ) -> float:
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"{value!r} is no finite number", param, ctx)
+            self.fail(f"{value!r} is not a finite number", param, ctx)
         return number
 
     @override
@@ -207,7 +207,7 @@ class RunGroup(click.Group):
         if named is not None and named not in self.commands:
             asked = {word.partition("=")[0] for word in front}
             if "--queue" not in asked and run_at(Path(named)) is None:
-                ctx.fail(f"{named!r} is no run here, and no command: {', '.join(self.commands)}")
+                ctx.fail(f"{named!r} is not a run here, and no command: {', '.join(self.commands)}")
             if "--run-dir" in asked:
                 ctx.fail(f"{named} and --run-dir both name a run: give one")
             rest.remove(named)

@@ -551,7 +551,7 @@ def _workers_text(recipe: Recipe, per_worker: int) -> str:
 
 
 def _advice(recipe: Recipe, services: Collection[str]) -> str:
-    """Advice on what would take less."""
+    """Settings that would take less memory."""
     model, choices = recipe.model, []
     if "trainer" in services:
         if model.param_dtype == "float32":

@@ -45,8 +45,8 @@ class RunConfig(Config):
     dir: Path | None = None
     """Logs, queue, checkpoints, metrics; null is `runs/<run.name>`."""
     seed: int = Field(default=0, ge=-(1 << 63), lt=1 << 63)
-    """Seeds the samplers, the trainer and everything else that draws, with the names of rows, which begin with the
-    run's: two runs of other names sample differently."""
+    """Seeds samplers and trainer. The draws of a row depend on its name, too, which begins with the run's: runs with
+    different names sample differently."""
     trace: float = Field(default=0.0, ge=0, le=1)
     """Share of the groups whose rows are traced from prompt to gradient, with the steps of the trainer, in
     `<run.dir>/spans` (docs/how-to/trace.md); 0 traces nothing."""
@@ -272,7 +272,7 @@ def session_options(recipe: Recipe) -> Mapping[str, Any]:
 
 
 def posts_rewards(recipe: Recipe) -> bool:
-    """True when whoever leads the conversations of the run may say what they were worth."""
+    """Whether the leader of a conversation may give its reward."""
     program, options = recipe.rollout.program, recipe.rollout.program_options
     scores = plugins.constant("meshrl.rollout.programs", program, "POSTS_REWARD", False)
     return uses_gateway(recipe) or bool(scores or options.get("posts_reward"))

@@ -181,7 +181,7 @@ class _MeshManifests:
         for service in mesh_services(recipe):
             self.services.setdefault(service.kind, []).append(service)
         self.http = {"reward": recipe.reward.registry.http_port or 0}
-        """Ports of HTTP APIs that the recipe chooses; whoever calls them shows a key."""
+        """Ports of HTTP APIs that the recipe chooses; callers need a key."""
         if recipe.tinker is not None:
             self.http["tinker"] = recipe.tinker.http_port
             if not recipe.tinker.http_port:

@@ -170,7 +170,7 @@ class Preloading:
         if other := sorted({*other, *(self._env.keys() - env.keys())}):
             raise PreloadError(f"the service has another {other[0]}")
         if tuple(argv[: len(PYTHON)]) != PYTHON:
-            raise PreloadError(f"it is no module of this Python: {' '.join(argv)}")
+            raise PreloadError(f"it is not a module of this Python: {' '.join(argv)}")
         forking = asyncio.create_task(self._fork(kind, argv, changed, lines), name="fork")
         try:
             return await asyncio.shield(forking)

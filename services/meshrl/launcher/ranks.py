@@ -4,9 +4,9 @@
                     └──▶ rank 1 … N-1
     serve trainer --node-rank 1 ───▶ rank N … 2N-1, which meet rank 0 on the first machine
 
-A signal to another machine than the first ends its ranks until they have met, and waits for rank 0's end afterwards.
-When a rank of any machine ends, those of all do, each machine's `serve` with them: whatever started them starts them
-again.
+Before all ranks have met, a signal to another machine than the first ends the ranks of that machine; afterwards it
+waits for the end of rank 0. When one rank ends, the ranks of all machines end, and `serve` with them; their
+supervisors start them again.
 
 A launcher of our own rather than torchrun: torchrun turns every exit code into 1, prints a page for a one-line
 mistake, and kills ranks that drain for longer than 30 s. Its variables are the same, so ranks may also be started
@@ -38,7 +38,7 @@ MEETING_PORT = 29500
 
 
 def refuse_open_weights(weights: WeightsConfig, settings: ServerSettings) -> None:
-    """Raises UserError where whoever reaches `weights.host` could take the weights, and nobody has permitted that."""
+    """Raises UserError if a client of `weights.host` could take the weights without the operator's permission."""
     if weights.may_use_gloo and not is_loopback(weights.host) and not settings.allow_insecure_bind:
         raise UserError(
             f"weights.host {weights.host!r} can be reached from other machines, and gloo neither encrypts nor asks"

@@ -42,7 +42,7 @@ class RecipeOnTrial:
 
 @contextmanager
 def recipe_on_trial(recipe: Recipe, directory: Path) -> Iterator[RecipeOnTrial]:
-    """Save `recipe` for the services to read; the run keeps its own until this one is accepted, whoever is killed.
+    """Save `recipe` for the services to read; the run keeps its own until this one is accepted, also after a kill.
 
     A start that the run's queue, data or checkpoint refuses must not change what the run is said to be.
     """

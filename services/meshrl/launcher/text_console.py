@@ -29,7 +29,7 @@ class _HarmlessConsole(Console):
     """Rich writes the codes of its styles itself; what a text says is text."""
 
     def on_broken_pipe(self) -> None:
-        """Print no more, and let whoever prints know: rich would end the process."""
+        """Print no more, and raise for the printing thread: rich would end the process."""
         self.quiet = True
         raise BrokenPipeError(errno.EPIPE, "the reader of the output has closed it")
 

@@ -153,12 +153,12 @@ def up(
         elif len(recipe.placement.machines) > 1:
             raise UserError(
                 f"placement.machines: {len(recipe.placement.machines)} machines, and `up` starts services on this one"
-                " only: let --machines and --launcher reach the others, or start each service with `meshrl serve`"
+                " only: name the others by --machines and --launcher, or start each service with `meshrl serve`"
             )
         elif recipe.trainer.nnodes > 1:
             raise UserError(
-                f"trainer.nnodes: {recipe.trainer.nnodes}, and `up` starts services on this machine only: let"
-                " --machines and --launcher reach the others, or start each service with `meshrl serve`"
+                f"trainer.nnodes: {recipe.trainer.nnodes}, and `up` starts services on this machine only: name"
+                " the others by --machines and --launcher, or start each service with `meshrl serve`"
             )
         placement = place(recipe, ThisMachine())
         recipe = placement.recipe

@@ -6,8 +6,8 @@
                  nothing was done, and clients try again
 
 A call holds what it holds until its answer is sent. One address, and one role, has three quarters of what there is,
-so that others find room; answers are counted for each role alone. Whoever watches health, for which nobody needs a
-credential, has a sixteenth; to ask for health once is always possible.
+so that others find room; answers are counted for each role alone. Watchers of health, which need no credential,
+have a sixteenth; a single question for health is always answered.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class Room:
         self._used_by: dict[str, int] = {}
 
     def take(self, holder: str, amount: int, share: float = SHARE) -> None:
-        """Hold `amount` until it is given back. Whoever holds nothing may hold more than its share.
+        """Hold `amount` until it is given back. A caller that holds nothing may hold more than its share.
 
         Raises:
             BusyError: that is more than there is and something is held, or than the holder's share.

@@ -4,7 +4,7 @@
         rollout, trainer, ...     0600   the secret of one role; a process reads its own only
         verifiers.json            0600   role to SHA-256 of its secrets: what servers read
 
-Whoever starts first makes them. A changed file is read again without a restart.
+The first service makes them. A changed file is read again without a restart.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class MeshRole(StrEnum):
     """Every stage of the recipe's own."""
     TRAINER = "trainer"
     OPERATOR = "operator"
-    """Everything: whoever started the run, on the command line."""
+    """Everything: the owner of the run, on the command line."""
     SUBMITTER = "submitter"
     """Submits rewards."""
     AGENT = "agent"

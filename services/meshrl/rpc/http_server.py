@@ -289,7 +289,7 @@ class HttpServer:
         return connection
 
     def _make_room(self, peer: str | None) -> bool:
-        """Close the oldest idle connection, of `peer`, or of whoever has most idle ones; False if all are busy."""
+        """Close the oldest idle connection, of `peer`, or of the address with the most; False if all are busy."""
         if peer is None:
             idle = Counter(each.peer for each in self._open if not each.busy)
             if not idle:
@@ -478,9 +478,7 @@ async def serving_http(
         try:
             opened = serving(guarded, host, port, tls, limits, name=name)
             port = await stack.enter_async_context(opened)
-        except (
-            PortInUseError
-        ) as error:  # the recipe names this one: whoever restarts us has no other
+        except PortInUseError as error:  # the recipe names this one: a supervisor has no other
             raise UserError(error.message) from error
         address = f"{'https' if tls.cert else 'http'}://{join_address(host, port)}"
         log.info("%s on %s (pages: %s/docs)", name, address, address)

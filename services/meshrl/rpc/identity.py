@@ -358,7 +358,7 @@ class Identity:
         named = [name for name in names if name in self._certificates]
         if not named:
             raise ForbiddenError(
-                f"the certificate of {', '.join(names) or 'nobody'} has no role here: name it in tls.roles"
+                f"the certificate of {', '.join(names) or 'no name'} has no role here: name it in tls.roles"
             )
         return Principal(name=named[0], roles=frozenset(self._certificates[name] for name in named))
 

@@ -315,8 +315,8 @@ def require_loopback(settings: ServerSettings) -> None:
         settings,
         f"host {settings.host!r} can be reached from other machines, and calls are {calls}: "
         "bind 127.0.0.1, set tls.cert and tls.key, or set allow_insecure_bind in a network that you trust",
-        f"INSECURE: {settings.host} can be reached from other machines and nothing is encrypted: whoever can listen "
-        f"in that network reads everything, {loss}",
+        f"INSECURE: {settings.host} can be reached from other machines and nothing is encrypted: anyone who can "
+        f"listen in that network reads everything, {loss}",
         host=settings.host,
     )
 

@@ -395,7 +395,7 @@ class BoxCollector(Collector):
 
 
 class StatusTelling(Protocol):
-    """The state of a trainer, for whoever watches it."""
+    """The state of a trainer, for its watchers."""
 
     def status(self) -> TrainerStatus: ...
 

@@ -176,7 +176,7 @@ class _Making:
             answer = found.convert(value, given)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{origin}: {value_text(value)} is no value for it ({error})"
+                f"{origin}: {value_text(value)} is not a value for it ({error})"
             ) from error
         settings = _below(found.key, key, answer.settings)
         added = {}
@@ -361,7 +361,7 @@ def _given(
 
 def _check_count(keys: int) -> None:
     if keys > MOST_KEYS:
-        raise ConfigError(f"{keys} keys are given, and {MOST_KEYS} may be: this is no file of verl")
+        raise ConfigError(f"{keys} keys, {MOST_KEYS} at most: this is not a file of verl")
 
 
 def _composition(section: str) -> Finding:

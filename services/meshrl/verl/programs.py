@@ -135,7 +135,7 @@ def program_of(name: str) -> VerlProgram:
         if dotted == known or dotted.endswith(f".{known}"):
             return program
     return VerlProgram(
-        refused=f"{name} is no program of verl's that is known here: read as verl.trainer.main_ppo"
+        refused=f"{name} is not a program of verl's that is known here: read as verl.trainer.main_ppo"
     )
 
 

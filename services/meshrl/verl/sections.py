@@ -179,7 +179,7 @@ def _layers(at: str, value: Any, given: Given) -> Conversion:
         return Conversion(status=KeyStatus.IGNORED, note="no adapters: lora.rank is 0")
     listed = [value] if isinstance(value, str) else list(value)
     if unknown := [name for name in listed if name not in _MEGATRON_LAYERS]:
-        return no(f"{unknown[0]} is no layer that is known here: set model.target_modules")
+        return no(f"{unknown[0]} is not a layer that is known here: set model.target_modules")
     found = [layer for name in listed for layer in _MEGATRON_LAYERS[name]]
     return Conversion(settings={"model.target_modules": found}, note="Megatron's fused layers")
 

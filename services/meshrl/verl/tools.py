@@ -106,7 +106,7 @@ def _has_tools(given: Given) -> bool:
 def _tool(entry: Any, path: Path) -> list[dict[str, Any]]:
     """The tools of one entry; raises ConfigError for a class that only verl can run."""
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{path}: {entry!r} is no tool")
+        raise ConfigError(f"{path}: {entry!r} is not a tool")
     settings = entry.get("config") or {}
     kind = str(entry.get("class_name", "")).rpartition(".")[2]
     function = (entry.get("tool_schema") or {}).get("function") or {}

@@ -225,7 +225,7 @@ class Pairs(Transport):
             await plan.arrival.begin(channel, plan.link.group)
 
     async def _open(self, plan: ReceivePlan) -> Channel:
-        """This end, open, to the ends that the coordinator chose."""
+        """Open this end of the channel that the coordinator chose."""
         if self._end is not None:
             link, channel = self._end
             if link.group == plan.link.group:
@@ -457,5 +457,5 @@ def load_transport(config: WeightsConfig, paths: RunPaths) -> Transport:
 def load_carrier(config: WeightsConfig, paths: RunPaths) -> Pairs:
     """The same, of a carrier that makes channels."""
     transport = load_transport(config, paths)
-    assert isinstance(transport, Pairs), f"{config.carrier} is no single carrier"
+    assert isinstance(transport, Pairs), f"{config.carrier} is not a single carrier"
     return transport

@@ -189,7 +189,7 @@ def test_a_broken_recipe_is_one_line(tmp_path: Path, text: str) -> None:
     with client_of([tmp_path]) as client:
         answer = ask(client, f"{tmp_path.name}/config")
         assert answer["entries"] == [] or text == "a: &a [*a]"
-        assert "recipe.yaml is no recipe" in answer["problem"]
+        assert "recipe.yaml is not a recipe" in answer["problem"]
 
 
 def test_metrics_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_the_tasks_that_evaluate_answers_are_those_that_are_named() -> None:
 
 
 def test_a_row_of_another_source_says_what_is_missing() -> None:
-    with pytest.raises(UserError, match="gsm8k' is no task of reasoning-gym"):
+    with pytest.raises(UserError, match="gsm8k' is not a task of reasoning-gym"):
         compute_score("gsm8k", "4", "4", {"metadata": "{}"}, WHOLE)
     with pytest.raises(UserError, match=r"a row of gcd has no extra_info\.metadata"):
         compute_score("gcd", "4", "4", {}, WHOLE)

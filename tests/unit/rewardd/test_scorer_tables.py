@@ -196,7 +196,7 @@ OF_ANSWERS = (exact_match, geo3k, gsm8k, math, math_dapo, math_reward, prime_mat
 @pytest.mark.parametrize("truth", NO_ANSWERS)
 def test_an_empty_cell_is_no_ground_truth(truth: Any) -> None:
     for module in OF_ANSWERS:
-        with pytest.raises(UserError, match=r"the ground truth .* is no answer"):
+        with pytest.raises(UserError, match=r"the ground truth .* is not an answer"):
             module.compute_score("", f"\\boxed{{{truth}}} #### {truth}", truth)
     for target in (truth, [truth], ["x", truth], []):
         with pytest.raises(UserError, match="ground truth"):
@@ -213,7 +213,7 @@ def test_a_number_is_a_ground_truth_as_its_text_is() -> None:
 
 def test_a_ground_truth_that_is_no_number_is_no_answer_to_gsm8k() -> None:
     for truth in ("three", "4 or 5", "1/0", "x"):
-        with pytest.raises(UserError, match="is no number"):
+        with pytest.raises(UserError, match="is not a number"):
             gsm8k.compute_score("", "#### 3", truth)
 
 

@@ -220,7 +220,7 @@ async def test_what_cannot_be_observed_is_one_line_and_changes_nothing(
     for content, problem in (
         (content_with("?", [broken]), "no picture that can be read"),
         ([{"type": "image", "image": "https://x.y/z.png"}], "pictures are not fetched"),
-        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,?"}}], "no base64"),
+        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,?"}}], "is not base64"),
         ([{"type": "image", "image": 7}], "int, want bytes"),
         ([{"type": "image", "image": A.data}, {"type": "video"}], "part of type 'video'"),
         ("<|image_pad|>", "places for 1 pictures, and the row has 0"),
@@ -331,7 +331,7 @@ SVG = b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'
         ("http://169.254.169.254/latest/meta-data", "String should match pattern"),
         ("file:///etc/passwd", "String should match pattern"),
         ("data:text/html;base64,PHNjcmlwdD4=", "String should match pattern"),
-        ("data:image/png;base64,!!!!", "picture 1 is no base64"),
+        ("data:image/png;base64,!!!!", "picture 1 is not base64"),
         (url_of(SVG, "image/svg+xml"), "no picture that can be read .*want PNG, JPEG"),
         (url_of(b""), "no picture that can be read"),
         (url_of(picture(0).data[:-200]), "picture 1: no picture that can be read"),

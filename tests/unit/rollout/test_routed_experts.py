@@ -190,5 +190,5 @@ def test_a_column_that_lies_is_refused_before_it_is_unpacked() -> None:
     wide[2:6] = (8, 0, 4, 0)  # 8 layers: more than there are bytes
     with pytest.raises(CorruptError, match="another size"):
         RoutedExperts.of(wide, 20).array()
-    with pytest.raises(CorruptError, match="3 bytes are no routed experts"):
+    with pytest.raises(CorruptError, match="3 bytes are not routed experts"):
         RoutedExperts.of(column[:3], 20)

@@ -191,7 +191,7 @@ def test_a_mistake_in_a_recipe_is_named(options: dict[str, Any], problem: str) -
     [
         ("nowhere.add", "cannot import 'nowhere.add'"),
         (f"{HERE}.subtract", "'subtract' is not there in tests.unit"),
-        (f"{HERE}.not_a_function", "'not_a_function' is no function in tests.unit"),
+        (f"{HERE}.not_a_function", "'not_a_function' is not a function in tests.unit"),
         (
             "add",
             "'add' names no function; want package.module.function or path/to/file.py:function",

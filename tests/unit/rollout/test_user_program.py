@@ -132,7 +132,7 @@ async def test_a_function_may_lie_in_a_file(tmp_path: Path) -> None:
         ("not_async", "is not async; want async def agent\\(session\\)"),
         ("two", "has the parameters task, uid; want async def agent\\(session\\)"),
         ("nobody", "'nobody' is not there in tests.unit.rollout.some_agents"),
-        ("seen", "'seen' is no function in"),
+        ("seen", "'seen' is not a function in"),
     ],
 )
 async def test_a_function_that_cannot_be_a_program_is_refused_at_the_start(

@@ -220,7 +220,7 @@ def test_an_older_transformers_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
         ({"tensor": 4, "sequence": 4}, "sequence: 4 does not divide the 8 trainer ranks, of which"),
         ({"data_shard": 2, "tensor": 2}, "data_shard: with the others 4 ranks, and there are 8"),
         ({"data_replicate": 2, "expert": 8}, "8 does not divide the 8 trainer ranks, 4 a copy"),
-        ({"tensor": 4, "expert": 2}, "expert: 2 is no multiple of tensor, 4"),
+        ({"tensor": 4, "expert": 2}, "expert: 2 is not a multiple of tensor 4"),
     ],
 )
 def test_ranks_that_cannot_be_grouped_are_refused_in_one_line(

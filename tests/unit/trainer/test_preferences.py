@@ -156,7 +156,7 @@ def test_a_loss_that_compares_nothing_is_refused(text_model: Path, tmp_path: Pat
     config = DpoConfig(
         **settings(text_model, tmp_path), policy_loss=PolicyLossConfig(loss_mode="vanilla")
     )
-    with pytest.raises(ConfigError, match="vanilla is no loss over pairs; want dpo or ipo"):
+    with pytest.raises(ConfigError, match="vanilla is not a loss over pairs; want dpo or ipo"):
         dpo.run(config)
 
 

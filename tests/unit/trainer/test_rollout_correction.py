@@ -116,7 +116,7 @@ def test_k1_bounds_hold_for_the_inverse_of_the_importance_ratio() -> None:
         ("token_k2", "0.1_0.2", "one upper bound"),
         ("token_k1", "2_1", "0 < lo <= hi"),
         ("token_k1,token_k2", "1.5,0.1,3", "3 values for 2 statistics"),
-        ("token_k1", "many", "is no number"),
+        ("token_k1", "many", "is not a number"),
         ("token_k2", "nan", "0 < lo <= hi"),
     ],
 )

@@ -55,7 +55,7 @@ async def test_so_have_its_stages_columns_and_tasks(queue: TransferQueue, name: 
         with pytest.raises(UserError, match="stage or column"):
             await queue.open_run(spec(stages=(stage,)))
     await queue.open_run(spec())
-    with pytest.raises(UserError, match=r"is no name|wants an id"):
+    with pytest.raises(UserError, match=r"is not a name|wants an id"):
         await queue.admit("run", [task(name)], cursor="", wait_s=0)
 
 

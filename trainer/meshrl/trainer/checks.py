@@ -78,7 +78,7 @@ def _adapters(model: ModelConfig, machine: Machine) -> Iterator[Problem]:
         try:
             re.compile(pattern if isinstance(pattern, str) else "")
         except re.error as error:
-            yield ("model", key), f"model.{key}: {pattern!r} is no regular expression: {error}"
+            yield ("model", key), f"model.{key}: {pattern!r} is not a regular expression: {error}"
             return
     at: Loc = ("model", "target_modules")
     if not targets:
@@ -117,7 +117,7 @@ def _adapters(model: ModelConfig, machine: Machine) -> Iterator[Problem]:
             what = f"the model has no module {target!r}"
             if found:
                 other = min(found - linear)
-                what = f"{target!r} names {other}, which is no linear layer and gets no adapter"
+                what = f"{target!r} names {other}, which is not a linear layer and gets no adapter"
             elif isinstance(named, str) and any(_is_target(name, target, ()) for name in shapes):
                 what = f"{target!r} is a pattern of full names, and no module has this one; did you mean [{target}]?"
             elif near := difflib.get_close_matches(target, last, n=1):

@@ -515,7 +515,7 @@ class ParallelConfig(Config):
             of = "" if copy == ranks else f", {copy} a copy"
             yield "expert", f"{key}.expert: {self.expert} does not divide {named}{of}"
         elif self.expert > 1 and self.expert % self.tensor:
-            yield "expert", f"{key}.expert: {self.expert} is no multiple of tensor, {self.tensor}"
+            yield "expert", f"{key}.expert: {self.expert} is not a multiple of tensor {self.tensor}"
 
 
 class TrainerConfig(Config):

@@ -102,7 +102,7 @@ class OrderedSampler(OrderedNumbers):
 def build(name: str, admitted: Collection[str] = ()) -> Sampler:
     """An instance of class `Sampler` of module `samplers.<name>`, or of a dotted path among `admitted`.
 
-    Whoever opens a run sends the name, so the service's own recipe says which code it may load. Raises ConfigError.
+    The client that opens a run sends the name; the service's own recipe says what code it loads. Raises ConfigError.
     """
     check_admitted(PACKAGE, name, admitted, "queue.sampler")
     make: Callable[[], Sampler] = load(PACKAGE, name, "Sampler")

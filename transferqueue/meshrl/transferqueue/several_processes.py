@@ -43,5 +43,5 @@ def _noted(key: bytes, records: dict[bytes, bytes]) -> int:
             return max(int(words[1]) + 1, len(words) - 3)
         _, count = map(int, words)
     except (CorruptError, LookupError, TypeError, ValueError, AttributeError):
-        return 1  # whoever opens the store says what is wrong with it
+        return 1  # the store reports the fault when it is opened
     return count

@@ -271,7 +271,7 @@ def unpack_task(data: bytes) -> Task:
     try:
         return TASK.decode(pb.Task.FromString(data))
     except (protobuf.DecodeError, UserError) as error:
-        raise CorruptError(f"{len(data)} bytes are no task: {error}") from error
+        raise CorruptError(f"{len(data)} bytes are not a task: {error}") from error
 
 
 def pack_training(value: TrainingRequest | TrainingResult) -> bytes:

@@ -65,7 +65,7 @@ class RowBlock:
 
     @property
     def frame(self) -> Frame:
-        """The one frame of rows that are written or appended to. Raises UserError where there are not one."""
+        """The frame of rows to write or append. Raises UserError for none and for several."""
         if len(self.frames) != 1:
             raise UserError(f"task {self.task}: a write has one frame, not {len(self.frames)}")
         return self.frames[0]

@@ -263,7 +263,7 @@ class StoredRun:
 
     ledger: Ledger
     opened_by: str
-    """The role of whoever opened it; empty where nobody was asked."""
+    """The role of the client that opened it; empty if the queue asks for no credentials."""
     epoch: int
     """0: no trainer has acquired it."""
     committed_step: int

@@ -199,7 +199,7 @@ class Registry:
         texts = []
         for version in versions:
             if version == self._base or self.manifest(version).is_wheel:
-                raise UserError(f"version {version} is no single source file: there is no diff")
+                raise UserError(f"version {version} is not a single source file: there is no diff")
             texts.append(self.content(version).decode().splitlines(keepends=True))
         labels = [f"{name}@{version}" for version in versions]
         return "".join(difflib.unified_diff(texts[0], texts[1], labels[0], labels[1]))
@@ -311,7 +311,7 @@ class Registry:
         return differences
 
     async def _make_room(self, by: str, version: str, name: str) -> None:
-        """Delete a version of whoever has most, or of `by` who has its share, if the store is full.
+        """Delete a version of the user with the most, or of `by` at its share, if the store is full.
 
         First come those that no name ever pointed to, then those that one did, then those that a name points to
         which the run does not follow; of equal ones the version that was submitted or pointed to longest ago.

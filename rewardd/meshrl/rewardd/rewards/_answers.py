@@ -34,7 +34,7 @@ def wanted(ground_truth: Json, scorer: str) -> str:
     missing = ground_truth is None or (isinstance(ground_truth, float) and math.isnan(ground_truth))
     if missing or (text := str(ground_truth)).strip().casefold() in NOTHING:
         shown = str(ground_truth)[:80]
-        raise UserError(f"{scorer}: the ground truth {shown!r} is no answer; mend or drop the row")
+        raise UserError(f"{scorer}: the ground truth {shown!r} is not an answer; fix or drop it")
     return text
 
 

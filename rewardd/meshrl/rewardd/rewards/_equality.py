@@ -453,7 +453,7 @@ def _is_complex(value: Any) -> bool:
 
 
 def _agree(values: list[Any], given: Node, wanted: Node, trial: int) -> bool:
-    """Two values of a trial are equal: exactly, or their difference shrinks with the digits that are computed."""
+    """Whether two values are equal: exactly, or by a difference that shrinks with more computed digits."""
     one, other = values
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one == other

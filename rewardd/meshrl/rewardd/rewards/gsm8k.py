@@ -86,7 +86,7 @@ def compute_score(
         return _as_verl(solution_str, truth, config)
     target = number(truth.rpartition("####")[2])
     if target is None:
-        raise UserError(f"gsm8k: the ground truth {truth[:80]!r} is no number")
+        raise UserError(f"gsm8k: the ground truth {truth[:80]!r} is not a number")
     response = said(solution_str)
     found = [number(place) for place in HASHES.split(response)[1:]]
     answers = [answer for answer in found if answer is not None]

@@ -79,7 +79,7 @@ def _rule(task: str) -> Any:
 
     if task not in factory.DATASETS:
         raise UserError(
-            f"data_source {task!r} is no task of reasoning-gym; rows come from data.reasoning_gym"
+            f"data_source {task!r} is not a task of reasoning-gym; rows come from data.reasoning_gym"
         )
     return factory.get_score_answer_fn(task)
 

@@ -135,7 +135,7 @@ class AgentSession:
         self.history = TurnTree()
         self.reward: PostedReward | None = None
         self.conversation: str | None = None
-        """The name of the conversation that becomes the row; None: whichever."""
+        """The name of the conversation that becomes the row; None: any."""
         self.finished = asyncio.Event()
         """The agent has declared the conversation finished."""
         self.fault: asyncio.Future[MeshError] = asyncio.get_running_loop().create_future()
@@ -500,7 +500,7 @@ class Gateway(Protocol):
     def bound(
         self, address: Address, listener: socket.socket
     ) -> AbstractAsyncContextManager[Address]:
-        """Let whoever connects to `listener` sample for the session at `address`, and do nothing else.
+        """Let clients of `listener` sample for the session at `address`, and do nothing else.
 
         Yields the address for them, whose key is no secret.
         """

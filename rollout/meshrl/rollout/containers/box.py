@@ -26,7 +26,7 @@ from meshrl.sandbox.limits import started
 OUTPUT_BYTES = 64 << 10
 """The most bytes of a command's output that are kept: its beginning and its end."""
 LAST_LINES = 20
-"""Lines of an error that are kept, of whoever failed to make an image."""
+"""Lines that are kept of the output of a failed image build."""
 VARIABLES = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": "/root",
@@ -43,7 +43,7 @@ HOST_NAME = re.compile(
 
 
 class ImageError(UserError):
-    """An image cannot be fetched, built or unpacked; holds the last lines of whoever tried."""
+    """An image cannot be fetched, built or unpacked; holds the last lines of the output."""
 
 
 class BoxLimits(Config):
@@ -217,7 +217,7 @@ class Backend(Protocol):
         """Fetch, build or unpack an image, so that boxes start at once; called once for each.
 
         Raises:
-            ImageError: it cannot be had. The message ends with the last lines of whoever tried.
+            ImageError: it is unavailable. The message ends with the last lines of the output.
             UnavailableError: the engine does not answer.
         """
         ...

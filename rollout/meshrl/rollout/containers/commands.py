@@ -170,7 +170,7 @@ class CommandBox(ABC):
         words = [*BASH, GET, source, str(most_bytes + 1)]
         done = await self.run(words, timeout_s=COPY_S, most=2 * most_bytes + 2)
         if done.exit_code != 0:
-            raise NotFoundError(f"{self.name}: {source} is no regular file")
+            raise NotFoundError(f"{self.name}: {source} is not a regular file")
         if len(done.output) > most_bytes:
             raise UserError(f"{self.name}: {source} is longer than {most_bytes} bytes")
         return done.output

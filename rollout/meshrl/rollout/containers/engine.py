@@ -4,7 +4,7 @@
       └── a process that reads stdin ── end of stdin: the worker is dead ──▶ removes the worker's containers
 
 The tools by which commands run are this machine's, in a folder that a container cannot write, so the engine must run
-here, too. Process 1 ends at the box's time; whoever starts next removes the containers of owners that are no more, by
+here, too. Process 1 ends at the box's time; the next worker removes the containers of owners that are no more, by
 their labels.
 """
 

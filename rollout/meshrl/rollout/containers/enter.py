@@ -5,8 +5,8 @@
     enter.py put|get|stop …       copies a tar file from stdin into it, a file to stdout, kills what runs there
     enter.py listen …             sends a socket that listens on the box's loopback to its own stdin, a socket
 
-Whoever enters leaves root and the file system of the machine behind before it does anything. A command then loses
-the rights over its user namespace; the other forms run nothing of the box's.
+A process that enters first leaves root and the file system of the machine behind. A command then loses the rights
+over its user namespace; the other forms run nothing of the box's.
 """
 
 from __future__ import annotations
@@ -214,10 +214,10 @@ def _get(request: dict[str, Any]) -> int:
         opened = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
-            raise FileNotFoundError(f"{source} is no regular file") from error
+            raise FileNotFoundError(f"{source} is not a regular file") from error
         raise
     if not stat.S_ISREG(os.fstat(opened).st_mode):
-        raise FileNotFoundError(f"{source} is no regular file")
+        raise FileNotFoundError(f"{source} is not a regular file")
     with os.fdopen(opened, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -244,7 +244,7 @@ def _stop(request: dict[str, Any]) -> int:
 
 
 def _listen(request: dict[str, Any]) -> int:
-    """Listen where whoever sent this process accepts; only the box's own processes can connect."""
+    """Listen where the sender of this process accepts; only the box's own processes can connect."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(fileno=0) as sender:
         socket.send_fds(sender, [b"-"], [listener.fileno()])
     return 0

@@ -3,7 +3,7 @@
     worker ──API──▶ pod: a first container brings bash and a few tools, which process 1 and every command begin with
       └────exec (a websocket)──▶ command: what to run comes on stdin, its end and exit code follow what it prints
 
-A pod belongs to the worker's own pod, with which the cluster removes it; it ends at its time, whoever lives. A worker
+A pod belongs to the worker's own pod, with which the cluster removes it; it ends at its time at the latest. A worker
 that is started again removes what it left before, by labels. The tools by which commands run come from another image,
 in a folder that the policy cannot write. A pod has no network by the NetworkPolicy that `meshrl kubernetes` prints.
 """

@@ -1,4 +1,4 @@
-"""Sockets of a worker on the loopback of its boxes: whoever connects is a process of that box, and of no other.
+"""Sockets of a worker on the loopback of its boxes: only processes of that box connect.
 
 No port of this machine, no file and no key is needed: the kernel delivers a connection within its network namespace.
 """

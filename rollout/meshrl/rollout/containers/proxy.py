@@ -133,7 +133,7 @@ async def _public_address(name: str) -> str:
     for address in addresses:
         known = ipaddress.ip_address(address)
         if not known.is_global or known.is_multicast:
-            raise RefusedRequestError(f"{name} is {address}, which is no address of the internet")
+            raise RefusedRequestError(f"{name} is {address}, not an address of the internet")
     return addresses[0]
 
 

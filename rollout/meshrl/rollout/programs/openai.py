@@ -43,7 +43,7 @@ USES_GATEWAY = True
 
 
 class SessionConfig(BaseConfig):
-    """Options of every session, whoever leads it."""
+    """Options of every session, of functions, commands and external agents."""
 
     branch: Branch = Branch.LAST
     """Which branch of a conversation with several becomes the row: `last` (with the last answer), `longest` (with the

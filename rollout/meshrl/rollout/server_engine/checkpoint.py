@@ -190,7 +190,7 @@ def write_version(
 ) -> None:
     """Write a checked version to `directory` as file `name`; a tied projection is left out.
 
-    The file's metadata holds a digest of each tensor, for whoever loads it.
+    The file's metadata holds a digest of each tensor, for its reader.
     """
     tensors = [spec for spec in manifest.tensors if not (tied and spec.name == HEAD)]
     digests = {
@@ -233,7 +233,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
         except RecursionError as error:
             raise ValueError("a header that is nested too deeply") from error
     if not isinstance(header, dict):
-        raise ValueError("a header that is no object")
+        raise ValueError("a header that is not an object")
     header.pop("__metadata__", None)
     return header, 8 + length
 

@@ -369,7 +369,7 @@ def _command(kind: AnyServerKind, config: ServerConfig) -> tuple[str, ...]:
         return tuple(config.command)
     if config.python:
         if shutil.which(config.python) is None:
-            raise ConfigError(f"rollout.engine.python: {config.python} is no program")
+            raise ConfigError(f"rollout.engine.python: {config.python} is not a program")
         return (str(config.python), *kind.module)
     if importlib.util.find_spec(kind.package) is None:
         raise ConfigError(

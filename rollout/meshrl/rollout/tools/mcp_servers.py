@@ -348,7 +348,7 @@ def pictures_of(result: CallToolResult) -> tuple[bytes, ...]:
             if each.type == "image"
         )
     except ValueError as error:
-        raise ToolError(f"a picture is no base64: {error}") from error
+        raise ToolError(f"a picture is not base64: {error}") from error
 
 
 def _transport(config: ToolConfig) -> Transport:

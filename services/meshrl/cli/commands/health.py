@@ -31,5 +31,5 @@ def _parse(address: str) -> tuple[str, int]:
     """Host without brackets, and port. Raises UserError for anything else."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(f"{address!r} is no address: want HOST:PORT, e.g. 127.0.0.1:7001")
+        raise UserError(f"{address!r} is not an address: want HOST:PORT, e.g. 127.0.0.1:7001")
     return host.removeprefix("[").removesuffix("]"), int(port)

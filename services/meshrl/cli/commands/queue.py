@@ -251,7 +251,7 @@ def _ledger_table(one: Ledger) -> Table:
 
 
 def ledger_rows(one: Ledger) -> list[tuple[str, str, int]]:
-    """Place, reason and number of rows; those admitted first. What is held out is scored, not trained on."""
+    """State, reason and number of rows; the admitted ones first. Held-out rows are scored, not trained."""
     done = "scored" if one.run.endswith(EVAL_SUFFIX) else "trained"
     rows = [("admitted", "", one.admitted), (done, "", one.trained)]
     for label, counts in (

@@ -315,7 +315,7 @@ def _parsed_uid(uid: str, run: str) -> Uid:
             continue
         if found.run == run:
             return found
-    raise UserError(f"{uid!r} is no row of run {run}: want {run}/task/index.attempt")
+    raise UserError(f"{uid!r} is not a row of run {run}: want {run}/task/index.attempt")
 
 
 def _spans_table(spans: list[dict[str, Any]]) -> Table:

@@ -42,9 +42,9 @@ class RunStatus:
 @names_run(queue=True)
 @json_option
 def status(named: NamedRun, as_json: bool) -> None:
-    """Steps, rewards, fleet and queue of the mesh of RUN (the newest one here if not given).
+    """Show steps, rewards, fleet and queue of the mesh of RUN (the newest one here if not given).
 
-    Of a mesh that does not run: what its run came to.
+    After the end of a mesh: the results of its run.
     """
     if named.queue is None:
         history = RunHistory.read(named.directory)

@@ -123,7 +123,7 @@ class SessionTable:
 
     @asynccontextmanager
     async def bound(self, address: Address, listener: socket.socket) -> AsyncIterator[Address]:
-        """Let whoever connects to `listener` sample for the session at `address`, and do nothing else."""
+        """Let clients of `listener` sample for the session at `address`, and do nothing else."""
         url = f"http://{join_address(*listener.getsockname())}/v1"
         app = self.row_app(address)
         async with serving_on(listener, app, ROW_LIMITS, name="gateway of a row", grace_s=0):

@@ -203,7 +203,7 @@ class Samplers:
         self.notices.ended(wish.session, wish.number)
 
     async def answer(self, request: str, *, wait_s: float) -> SampleAnswer | None:
-        """The answer to a request; None if it is not there in time. Raises what ended it, NotFoundError."""
+        """The answer to a request; None after `wait_s`. Raises its failure, or NotFoundError."""
         task = self._tasks.get(request)
         if task is not None:
             await asyncio.wait({task}, timeout=wait_s)

@@ -94,7 +94,7 @@ def decompressed(body: bytes, encoding: str) -> bytes:
         with zstandard.ZstdDecompressor().stream_reader(body) as reader:
             found = reader.read(MOST_BYTES + 1)
     except zstandard.ZstdError as error:
-        raise UserError(f"the body is no zstd: {error}") from error
+        raise UserError(f"the body is not zstd: {error}") from error
     if len(found) > MOST_BYTES:
         raise CapacityError(f"the body has more than {MOST_BYTES} bytes")
     return bytes(found)
@@ -215,7 +215,7 @@ def _filled(sparse: pb.TinkerSparse, shape: tuple[int, ...], dtype: Any, name: s
 
 def _array(data: bytes, dtype: Any, name: str) -> Any:
     if len(data) % np.dtype(dtype).itemsize:
-        raise UserError(f"{name}: {len(data)} bytes are no array of {np.dtype(dtype)}")
+        raise UserError(f"{name}: {len(data)} bytes are not an array of {np.dtype(dtype)}")
     return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).astype(dtype)
 
 

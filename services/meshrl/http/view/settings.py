@@ -55,13 +55,13 @@ def _settings(run_dir: Path) -> Mapping[str, str]:
     try:
         tree = bounded_yaml.load(path.read_text())
         if not isinstance(tree, dict):
-            raise UserError(f"{path} is no recipe: want a mapping of sections")
+            raise UserError(f"{path} is not a recipe: want a mapping of sections")
         return dict(_flat(tree, ""))
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         # An alias of YAML may contain itself: ValueError of json, or RecursionError.
-        raise UserError(f"{path} is no recipe: {' '.join(str(error).split())[:200]}") from error
+        raise UserError(f"{path} is not a recipe: {' '.join(str(error).split())[:200]}") from error
 
 
 def _defaults(section: type[Config]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | N
     """One rank; `lease` is of a device that engines use too, and this process has it.
 
     Raises:
-        SystemExit: drained before the run was done: whoever supervises this process is to start it again.
+        SystemExit: drained before the run was done: the supervisor is to start it again.
     """
     world = World.start(
         recipe.trainer.device, recipe.parallel, peer_timeout_s=recipe.trainer.peer_timeout_s

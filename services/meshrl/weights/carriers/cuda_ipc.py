@@ -242,7 +242,7 @@ class IpcReceiver(_End):
             port, token, gpu = self._endpoint.split("/", 2)
             number = int(port)
         except ValueError as error:
-            raise self._failed(f"{self._endpoint!r} is no endpoint") from error
+            raise self._failed(f"{self._endpoint!r} is not an endpoint") from error
         self._device = await self._on_device(load_device, self.config.ipc, gpu)
         try:
             async with asyncio.timeout(deadline_s):

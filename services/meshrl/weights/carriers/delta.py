@@ -349,4 +349,4 @@ def _version(text: str) -> Version:
     try:
         return Version.parse(text)
     except ValueError as error:
-        raise UserError(f"{text!r} is no version") from error
+        raise UserError(f"{text!r} is not a version") from error

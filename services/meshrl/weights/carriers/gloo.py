@@ -62,7 +62,7 @@ class Carrier(Pairs):
         if not is_loopback(host):
             log.warning(
                 "INSECURE: weights.host %s can be reached from other machines, and gloo neither encrypts nor asks who"
-                " receives: whoever connects can take the weights. Without a network that you trust use"
+                " receives: any client can take the weights. Without a network that you trust use"
                 " weights.carrier=delta with tls",
                 host,
             )

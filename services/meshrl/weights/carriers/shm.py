@@ -254,7 +254,7 @@ def _read_endpoint(endpoint: str) -> tuple[Offer, str]:
         fields = json.loads(endpoint)
         offer, nonce = Offer(boot_id=fields["boot"], name=fields["probe"]), fields["nonce"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UnavailableError(f"{endpoint!r} is no endpoint of shared memory") from error
+        raise UnavailableError(f"{endpoint!r} is not an endpoint of shared memory") from error
     if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce):
-        raise UnavailableError(f"{endpoint!r} is no endpoint of shared memory")
+        raise UnavailableError(f"{endpoint!r} is not an endpoint of shared memory")
     return offer, nonce

@@ -264,12 +264,12 @@ def _decompress(data: memoryview, raw: int) -> bytes:
     try:
         # zstd allocates the size that the frame states: check it first.
         if zstandard.frame_content_size(data) != raw:
-            raise CorruptError(f"patch: a plane does not have the {raw} bytes that it states")
+            raise CorruptError(f"patch: a plane has another size than the stated {raw} bytes")
         expanded = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except (zstandard.ZstdError, MemoryError) as error:
         raise CorruptError(f"patch: {error}") from error
     if len(expanded) != raw:
-        raise CorruptError(f"patch: a plane does not have the {raw} bytes that it states")
+        raise CorruptError(f"patch: a plane has another size than the stated {raw} bytes")
     return expanded
 
 

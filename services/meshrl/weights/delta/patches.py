@@ -22,7 +22,7 @@ def word_bytes(manifest: WeightManifest, index: int) -> int:
 MAX_DENSITY = 0.15
 """Share of changed words above which a bucket goes whole: a patch would save little, and cost its encoding."""
 _BASES = 2
-"""Older versions that are kept: whoever serves an older one gets whole buckets, once."""
+"""Older versions that are kept; a replica with an even older one gets whole buckets, once."""
 
 
 def patch_between(

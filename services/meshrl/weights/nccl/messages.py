@@ -65,7 +65,7 @@ def _parse(text: bytes) -> Frame:
     except ValueError as error:
         raise InfraError(f"a frame that is not JSON: {text[:40]!r}") from error
     if not isinstance(frame, dict):
-        raise InfraError(f"a frame that is no object: {text[:40]!r}")
+        raise InfraError(f"a frame that is not an object: {text[:40]!r}")
     return frame
 
 

@@ -137,7 +137,7 @@ def _bounds(text: str, setting: str) -> tuple[float | None, float]:
         high = float(high_text)
         low = float(low_text) if bar else None
     except ValueError as error:
-        raise ConfigError(f'{setting} is no number, and no two as "lo_hi"') from error
+        raise ConfigError(f'{setting} is not a number, and no two as "lo_hi"') from error
     if not high > 0 or (low is not None and not 0 < low <= high):
         raise ConfigError(f"{setting}: wanted 0 < lo <= hi")
     return low, high

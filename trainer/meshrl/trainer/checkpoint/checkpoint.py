@@ -364,7 +364,7 @@ def take_over(root: Path, epoch: int) -> None:
 
 
 def _check_owner(root: Path, epoch: int, writing: Path) -> None:
-    """Raise FencedError if another epoch has the checkpoints; whoever takes them over later removes `writing`."""
+    """Raise FencedError if another epoch has the checkpoints; a later owner removes `writing`."""
     try:
         owner = (root / _EPOCH).read_text()
     except FileNotFoundError:  # training without a queue: nobody takes over

@@ -138,7 +138,7 @@ def _member(owner: Any, name: str) -> Any:
 
 
 class _FolderOfAnother(FileSystem):
-    """Never makes the folder above again: whoever removed it wants nothing written there."""
+    """Never makes the folder above again: a removed one is to stay so."""
 
     @override
     def mkdir(self, path: str | os.PathLike[str]) -> None:

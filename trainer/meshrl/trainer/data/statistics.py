@@ -102,7 +102,7 @@ class Repeats:
 
     rows: int
     examples: Sequence[tuple[str, str]]
-    """Some of them, each with the other place of its prompt: `file:row`."""
+    """Places `file:row` of some such rows, each with that of the other row with its prompt."""
 
 
 def scan(

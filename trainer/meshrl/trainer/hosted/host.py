@@ -93,7 +93,7 @@ class _Turn:
         self._changed = asyncio.Event()
 
     def tell(self) -> None:
-        """Wake whoever waits for an answer."""
+        """Wake the waiting clients."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -121,7 +121,7 @@ class Journal:
                 self._sizes[path] = at + len(data)
                 self._places |= places
             for _, done in batch:
-                if done.done():  # whoever waited has gone
+                if done.done():  # the waiting client has gone
                     continue
                 done.set_exception(problem) if problem else done.set_result(None)
 

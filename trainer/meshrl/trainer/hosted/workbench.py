@@ -3,7 +3,7 @@
     request ──examples──▶ packs that lay shared beginnings once ──▶ log-probs ──▶ loss ──▶ gradients of the model
                                                                                              └──▶ AdamW ──▶ weights
 
-Models with adapters of one form (rank, modules) share a policy, with its base. Whoever computes copies its adapters
+Models with adapters of one form (rank, modules) share a policy, with its base. A computing model copies its adapters
 in; gradients and the optimizer's state stay with the model. A model whose weights are all trained has a policy alone.
 """
 

@@ -136,7 +136,7 @@ class Trainer:
             ranks=self._world.size,
             peak_tflops=peak_tflops(self._world.device),
         )
-        """How training does, for whoever asks or watches."""
+        """The state of training, for clients and watchers."""
         self._source = BatchSource(context, self.status, publisher, rewards)
         self._evaluation = (
             EvaluationSchedule(evaluator, publisher, settings, metrics, self.status)

@@ -1,4 +1,4 @@
-"""The trainer's present state: written by its loop, read by whoever asks or watches."""
+"""The trainer's present state: written by its loop, read by clients and watchers."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class RowRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackLayout:
-    """How the rows of one pack lie: what block-diagonal attention needs instead of a mask."""
+    """The positions of rows in a pack, which block-diagonal attention takes instead of a mask."""
 
     places: npt.NDArray[np.int64]
     """[T]: pack position of each token of the rows, end to end as they were given."""
@@ -323,9 +323,9 @@ def pack(
 ) -> Pack:
     """Lay rows end to end; the tokens from `prompt_lengths[i]` on are the response of row i.
 
-    Rows that begin alike, as the siblings of a group do, have what they share laid once: a hidden state depends on
-    the tokens before it, and the experts that they are sent to, alone, so it is one and the same, and its gradient
-    the sum over the rows. `experts` are [T, L, K] of each row, of one type; where they differ, sharing ends.
+    A common beginning of rows, as siblings of a group have, is laid once: a hidden state depends only on the tokens
+    before it and on their experts, so these rows have the same states, and the gradient is the sum over the rows.
+    `experts` are [T, L, K] of each row, of one type; rows share tokens up to the first difference in them.
     `candidates` are int32[T, k] of each row, or none; `images` those of the rows, for a vision-language model.
     Without rows the pack is one dummy token with no response, so that a rank without work joins the collectives.
     """

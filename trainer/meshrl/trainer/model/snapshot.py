@@ -63,7 +63,7 @@ class WeightSnapshot(GatheredSource):
             [] if plan.bucket_hashes else [Future() for _ in buckets]
         )
         for coming in self._coming:
-            coming.set_running_or_notify_cancel()  # whoever stops waiting for it ends it for nobody else
+            coming.set_running_or_notify_cancel()  # a cancelled waiter does not end it for others
 
     @property
     def manifest(self) -> WeightManifest:

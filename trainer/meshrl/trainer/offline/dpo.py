@@ -140,7 +140,7 @@ class PreferenceLesson(PairLearner, Lesson):
         self._loss = load(LOSSES, name, "compute")
         if not constant(LOSSES, name, "WHOLE_GROUPS", False):
             raise ConfigError(
-                f"policy_loss.loss_mode: {name} is no loss over pairs; want dpo or ipo"
+                f"policy_loss.loss_mode: {name} is not a loss over pairs; want dpo or ipo"
             )
 
     def _forward(self, chosen: Sequence[int], total: int, tally: MetricSums) -> torch.Tensor:

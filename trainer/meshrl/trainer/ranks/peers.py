@@ -4,7 +4,7 @@
                             ◀── no answer: rank 0 is lost
 
 gloo and NCCL notice a process that ends, and not a machine that is cut off: a collective would wait for minutes for
-it, and its replacement with it. Whoever starts the ranks again lets them meet anew.
+it, and its replacement with it. After a restart the ranks meet again.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def came(store: Any, seat: Seat) -> bool:
 
 
 def until_gone(store: Any, deadline: float) -> None:
-    """Wait until the store has ended: whoever this rank replaces met the others there, and rank 0 will end."""
+    """Wait until the store has ended: the rank that this one replaces met the others there, and rank 0 will end."""
     log.info(
         "rank 0 still counts on the ranks that these replace: waiting until it is started again"
     )

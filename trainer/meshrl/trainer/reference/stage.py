@@ -200,7 +200,7 @@ class SharedPrefixGroups:
     async def results(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
         """The results of `work` for `rows`, all of one group.
 
-        Whoever is due first works on all that are due. It alone hears of an error; then, or when it is cancelled, the
+        The first due caller works on all that are due. It alone hears of an error; then, or when it is cancelled, the
         next one works.
         """
         part = _WaitingRows(rows)

@@ -307,7 +307,7 @@ class TrajectoryLog:
 async def _fetched(
     batches: BatchQueue, run: str, rows: Sequence[BatchRow], columns: Sequence[str]
 ) -> Sequence[Columns] | None:
-    """The columns of rows; None where the queue does not give them: whoever needs it for training will say why."""
+    """The columns of rows; None where the queue does not give them: the trainer will report why."""
     try:
         return await batches.fetch_rows(run, [row.uid for row in rows], columns)
     except MeshError as error:

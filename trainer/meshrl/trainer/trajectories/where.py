@@ -107,7 +107,7 @@ def condition(text: str) -> Callable[[Row], bool]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         hint = "; equal is ==" if "=" in text and "==" not in text else ""
         raise UserError(
-            f"{text!r} is no condition{hint} (want, for example, reward < 0.5 and staleness > 1)"
+            f"{text!r} is not a condition{hint} (want, for example, reward < 0.5 and staleness > 1)"
         ) from error
     if found.kind != "condition":
         raise UserError(f"{text!r} is a {found.kind}, no condition: compare it, as in reward < 0.5")

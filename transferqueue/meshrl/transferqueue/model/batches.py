@@ -224,7 +224,7 @@ class TrainerVerbs(WorkerVerbs):
         )
 
     def lacks_groups(self, count: int) -> bool:
-        """Whether whoever takes from a run that is not gated, which nobody else feeds, waits for groups that left."""
+        """Whether a taker from a run that is not gated, and has no feeder, waits for groups that left."""
         return not self.spec.gated and len(self.groups) - self.in_batches < count
 
     def _take_groups(self, groups: Sequence[Group], step: int, epoch: int, batch_id: str) -> Batch:

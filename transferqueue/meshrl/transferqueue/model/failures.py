@@ -91,6 +91,6 @@ class LastingFaults:
         return max(counts, default=0)
 
     def forget(self) -> None:
-        """Count from here on: whoever starts anew may have mended what failed."""
+        """Count from here on: a restart may have mended the cause."""
         self.dead = 0
         self._alike.clear()

@@ -62,7 +62,7 @@ def packed(
         elif not task.task_id or len(task.task_id.encode(errors="replace")) > TASK_ID_BYTES:
             problem = f"wants an id of 1 to {TASK_ID_BYTES} bytes"
         elif fault := name_fault(task.task_id, most=TASK_ID_BYTES):
-            problem = f"is no name: {fault}"
+            problem = f"is not a name: {fault}"
         elif task.group_size > most_rows:
             problem = f"wants a group of {task.group_size} rows, at most {most_rows:.0f}"
         elif task.group_size < 1:

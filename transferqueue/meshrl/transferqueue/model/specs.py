@@ -64,7 +64,7 @@ def check_spec(spec: RunSpec, quota: Quota) -> None:
     if not 1 <= len(spec.run.encode(errors="replace")) <= RUN_BYTES or "/" in spec.run:
         problem = f"a run's name has 1 to {RUN_BYTES} bytes and no '/'"
     elif fault := name_fault(spec.run):
-        problem = f"that is no name: {fault}"
+        problem = f"that is not a name: {fault}"
     elif spec.group_size < 1 or spec.batch_groups < 1 or spec.resident_batches < 1:
         problem = "group_size, batch_groups and resident_batches are at least 1"
     elif not spec.max_staleness >= 0:

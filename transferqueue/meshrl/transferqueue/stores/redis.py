@@ -300,7 +300,7 @@ class RedisStore:
                     f" {self._sequence}: bring its append-only file or a replica back, or restore a backup"
                 )
         return CorruptError(
-            f"{self.name}: these keys exist and are no queue store, or Redis has evicted its head"
+            f"{self.name}: these keys exist and are not a queue store, or Redis has evicted its head"
         )
 
     async def _check_server(self, client: Redis) -> None:
@@ -319,8 +319,8 @@ class RedisStore:
         limit = int(found["maxmemory"])
         if not self._generation and 0 < limit <= self._reserve_bytes:
             raise UserError(
-                f"redis at {self._connection.name} has maxmemory {limit}, and queue.reserve_bytes keeps"
-                f" {self._reserve_bytes} of it: no row would get in; CONFIG SET more, or keep less"
+                f"redis at {self._connection.name}: maxmemory {limit} is not above queue.reserve_bytes"
+                f" {self._reserve_bytes}, so no row fits; raise maxmemory, or lower queue.reserve_bytes"
             )
         if found["appendonly"] != "yes":
             log.warning(

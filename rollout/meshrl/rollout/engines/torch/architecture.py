@@ -195,7 +195,7 @@ def read_architecture(checkpoint: Path) -> DecoderArchitecture:
         raise UserError(
             f"{checkpoint} is not a Hugging Face checkpoint directory: it has no config.json"
         )
-    names = raw.get("architectures") or ["none"]
+    names = raw.get("architectures") or ["an unnamed architecture"]
     if names[0] not in TORCH_ARCHITECTURES:
         raise UserError(
             f"{checkpoint}: the torch engine cannot run {names[0]} (it runs {', '.join(TORCH_ARCHITECTURES)}; "

@@ -210,7 +210,7 @@ class DecodeThread:
         swap.done.set_result(None)
 
     def _sleep(self, command: Sleep) -> None:
-        """Fall asleep or wake. Whoever waits for it is answered also when this crashes the thread."""
+        """Fall asleep or wake. Its waiting callers are answered also when this crashes the thread."""
         if not command.done.set_running_or_notify_cancel():
             return
         try:
