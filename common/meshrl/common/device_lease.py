@@ -75,7 +75,7 @@ class DeviceLease:
             ) from None
 
     async def share(self) -> None:
-        """Have the device together with others that share it, once nobody has it alone or wants to.
+        """Share the device with others, once no process has it alone or wants to.
 
         Waits for as long as such a process lives.
         """
@@ -93,7 +93,7 @@ class DeviceLease:
             await asyncio.sleep(POLL_S)
 
     async def idle(self, patience_s: float) -> None:
-        """Return once nobody has the device alone, or wants it, and no version will follow. The caller has it not.
+        """Return, without the device, once no process has it alone or wants it, and no version will follow.
 
         A process that had it alone and announced a version has `patience_s` seconds.
         """
@@ -202,7 +202,7 @@ class DeviceShare:
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> DeviceShare | None:
-        """The share in an environment; None where nobody gave one."""
+        """The share in an environment; None if there is none."""
         if MEMORY not in environment:
             return None
         first, _, last = environment.get(PORTS, "").partition("-")

@@ -1,4 +1,4 @@
-"""Makes files durable, replaces files atomically, and checks that a secret is nobody else's to read."""
+"""Makes files durable, replaces files atomically, and checks that a secret is closed to other users."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sync(path: Path) -> None:
 def replace_file(path: Path, content: str | bytes, *, private: bool = False) -> None:
     """Write a file; a reader sees the old one or this one, never a part, also after a kill. Not synced.
 
-    A `private` one, of rows, is nobody else's to read, whatever the umask.
+    A `private` one, of rows, is closed to other users, whatever the umask.
 
     Raises:
         OSError: the folder is not there, or the disk refuses; it names the file, beside which nothing is left.

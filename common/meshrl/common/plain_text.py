@@ -159,7 +159,7 @@ class RepeatedLines(logging.Filter):
 
 
 def harmless_faults() -> None:
-    """Let Python print as harmlessly what it prints by itself: faults that nobody caught, logs without a handler."""
+    """Let Python print as harmlessly what it prints by itself: uncaught faults, logs without a handler."""
     log = logging.getLogger("meshrl")
 
     def say_thread(fault: threading.ExceptHookArgs) -> None:

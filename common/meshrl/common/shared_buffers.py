@@ -1,6 +1,6 @@
 """Memory for the buckets of a version that other processes can map, reused for the next version.
 
-One file without a name holds one version. It is given back when nobody refers to its arrays any more, and kept for
+One file without a name holds one version. It is given back when nothing refers to its arrays any more, and kept for
 the next one, so that what pinned or mapped it once need not do so again.
 """
 

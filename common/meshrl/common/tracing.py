@@ -5,7 +5,7 @@
     reward, reference  ├─ reward, reference      (and calls that they make: `traceparent` in gRPC metadata)
     trainer            └─ learn                  step trace: waiting, training, publishing; a publish per replica
 
-The trace of a row follows from its uid, which every row of the queue has: nobody hands it on. Spans have the form of
+The trace of a row follows from its uid, which every row of the queue has: no call carries it. Spans have the form of
 OpenTelemetry's (W3C trace context, OTLP). A process that was not told to trace only looks at one variable.
 
 consumes: ended spans. waits for: nothing. produces: lines of <run.dir>/spans/<service>.jsonl, and OTLP over HTTP.

@@ -9,7 +9,7 @@
     ├── WaitTimeoutError       the deadline of a wait passed; says what was waited for
     ├── EndOfDataError         nothing is left and nothing will come
     ├── CapacityError          does not fit: message, disk, memory, rate
-    ├── UnauthenticatedError   no token, or one that nobody gave out
+    ├── UnauthenticatedError   no token, or an unknown one
     ├── ForbiddenError         a known caller who may not do this
     ├── UnavailableError       the other side cannot be reached or is draining; try again
     │   └── BusyError          … or has as much to do as it takes: RESOURCE_EXHAUSTED

@@ -427,7 +427,7 @@ class Training(Protocol):
         """Accept a request, durable on return; submitting it again is submitting it once.
 
         Numbers of a model begin with 0, its `CreateModel`; one that comes early waits for those before it. Raises
-        ConflictError if another request has this number, NotFoundError for a model that nobody created,
+        ConflictError if another request has this number, NotFoundError for an unknown model,
         UserError for what is wrong whatever the model's state is: the number of such a request is used up, its
         result is the error. BusyError and CapacityError: nothing was done, try again later.
         """

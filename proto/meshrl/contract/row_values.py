@@ -36,7 +36,7 @@ from meshrl.contract.types import (
 Array: TypeAlias = npt.NDArray[Any]
 
 ANY_TOKEN: Final = 1 << 31
-"""Tokens that an int32 can name: the vocabulary where nobody said how large it is."""
+"""Tokens that an int32 can name: the vocabulary of unknown size."""
 
 
 class ValueFault(NamedTuple):

@@ -304,7 +304,7 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
 
 
 DAMAGED = "damaged in the store"
-"""How the reason of a row begins whose payload cannot be read any more: nobody could do anything with it."""
+"""The beginning of the reason of a row whose payload cannot be read any more."""
 UNTRAINABLE = "cannot be trained on"
 """How the reason of a row begins that came as it was written, and that no step can be computed from."""
 FAILED = "its step failed"

@@ -237,7 +237,7 @@ class StageWorker:
                 len(readable) if self._intake.more is None else max(0, self._intake.more(self.held))
             )
             rows, surplus = readable[:let_in], readable[let_in:]
-            # A row that is worked on here already was taken back meanwhile, and nobody has said so yet.
+            # A row that is worked on here already was taken back meanwhile, without notice so far.
             cancelled = self.forget({row.uid for row in rows}) if self._calls else {}
             self._held_leases.add(rows, lease.ttl_s)
             self.stats.leased += len(rows)

@@ -320,7 +320,7 @@ class _Turns:
 
 
 def _end_with_parent() -> None:
-    """End this worker when the main process dies; it would wait for rows that nobody trains."""
+    """End this worker when the main process dies; else it would wait for ever."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

@@ -367,7 +367,7 @@ def _vocabulary(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
         if teaches and machine.exists(bare) and "tokenizer.json" not in machine.names(bare):
             yield (
                 at,
-                f"reference.path: {bare} has no tokenizer.json, so nobody can tell whether teacher and policy"
+                f"reference.path: {bare} has no tokenizer.json, so it is unknown whether teacher and policy"
                 " mean the same by a token; want the tokenizer beside the weights",
             )
         return

@@ -345,9 +345,7 @@ class _Division:
         ranks, asked = self.recipe.reference.nproc, self.asked.reference
         own = asked == 1 or (asked != 0 and (ranks > 1 or self.first >= SPLIT_FROM))
         if ranks > 1 and (colocate or not own):
-            raise ConfigError(
-                f"reference.nproc: {ranks} ranks have a GPU each, which they share with nobody; want 1"
-            )
+            raise ConfigError(f"reference.nproc: {ranks} ranks need a GPU each, unshared; want 1")
         return ranks if own and not colocate else 0
 
     def _trainer_gpus(self, per_worker: int, beside: int, colocate: bool) -> int:

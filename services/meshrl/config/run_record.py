@@ -139,7 +139,7 @@ def begin(
 
     Raises:
         UserError: what was changed cannot be, or not without `accept_changes`; a line for each key.
-        MeshError: rows have pictures in a store that is no more, or nobody can tell.
+        MeshError: rows have pictures in a store that is gone, or this is unknown.
     """
     directory = recipe.run.path.absolute()
     _refuse_stored_pictures(directory, recipe.run.name)

@@ -60,7 +60,7 @@ class AddressBook:
     def peers(self) -> Mapping[str, str]:
         """The addresses of the kinds that others call: each is where the service named as its kind is.
 
-        The trainer on its first machine speaks for all; rollout workers are called by nobody.
+        The trainer on its first machine speaks for all; rollout workers are not called.
         """
         return {name: entry.address for name, entry in self.services.items() if name == entry.kind}
 

@@ -30,7 +30,7 @@ def build_learner(recipe: Recipe, total_steps: int | None, world: World) -> Lear
     """Build the learner of one rank. Every rank calls this.
 
     Raises:
-        UserError: a model that cannot be loaded. ConfigError: an algorithm that asks for what nobody provides.
+        UserError: a model that cannot be loaded. ConfigError: an algorithm whose inputs are missing.
     """
     needs = algorithm_needs(recipe)
     policy = build_policy(_opened(recipe.model.path, recipe), world, recipe.model)

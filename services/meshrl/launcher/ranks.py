@@ -47,7 +47,7 @@ def refuse_open_weights(weights: WeightsConfig, settings: ServerSettings) -> Non
 
 
 def refuse_open_ranks(recipe: Recipe, settings: ServerSettings) -> None:
-    """Raises UserError where gradients would travel between machines, and nobody has permitted that."""
+    """Raises UserError if gradients would travel between machines without permission."""
     if recipe.trainer.nnodes > 1 and not settings.allow_insecure_bind:
         raise UserError(
             f"trainer.nnodes: {recipe.trainer.nnodes} machines exchange gradients, which torch neither encrypts nor"
@@ -56,7 +56,7 @@ def refuse_open_ranks(recipe: Recipe, settings: ServerSettings) -> None:
 
 
 def refuse_open(recipe: Recipe, settings: ServerSettings) -> None:
-    """Raises UserError where weights or gradients would be open to others, and nobody has permitted that."""
+    """Raises UserError if weights or gradients would be open to others without permission."""
     refuse_open_weights(recipe.weights, settings)
     refuse_open_ranks(recipe, settings)
 

@@ -50,7 +50,7 @@ class Service:
     """True: it may be drained while the run continues."""
     fleet: str = ""
     """Services of one fleet stand in for each other: the run continues without those that keep failing, while one is
-    left. Empty: nobody does its work."""
+    left. Empty: no service does its work."""
     expendable: bool = False
     """True: of a fleet, and the run continues also where it finds something wrong with its recipe or options."""
     cannot_restart: str = ""

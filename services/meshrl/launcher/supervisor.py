@@ -349,7 +349,7 @@ class Supervisor:
         self._end(verdict)
 
     def _fleet_of(self, service: Service) -> list[str]:
-        """Names of all services that stand in for each other with this one; none where nobody can."""
+        """Names of all services that stand in for each other with this one; may be empty."""
         return [s.name for s in self._services if service.fleet and s.fleet == service.fleet]
 
     async def _start(self, service: Service) -> ServiceProcess:

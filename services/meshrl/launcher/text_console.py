@@ -75,7 +75,7 @@ class MergedLog:
         self._files: dict[str, LineFile] = {}
         self._refused = False
         self.on_lost: Callable[[], None] = lambda: None
-        """Called once, when nobody reads what is shown any more: `meshrl up | head`. It is still saved."""
+        """Called once, when the output has no reader any more: `meshrl up | head`. It is still saved."""
         self._width = max(map(len, [*names, "up"]))
         self._colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
 

@@ -41,7 +41,7 @@ FEWEST_GROUPS: Final = 8
 SLACK: Final = 0.05
 """A side that idles less than this is busy."""
 SHARES: Final = (0.6, 1.0, 1.6)
-"""Trainer GPUs that are tried, as multiples of what balances when nobody ever waits."""
+"""Trainer GPUs that are tried, as multiples of the balance without waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

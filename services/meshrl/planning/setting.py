@@ -130,7 +130,7 @@ class Processor:
         return self._free_at - now
 
     def charge_spread(self, calls: float) -> None:
-        """Count calls that came one by one over a long time, which nobody had to wait for."""
+        """Count calls that came one by one over a long time, without waits."""
         self.busy_s += calls * self._setting.call_s
 
     async def spend(self, *, calls: int = 1, rows: int = 0) -> None:

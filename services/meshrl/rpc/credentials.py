@@ -72,7 +72,7 @@ OWN_STAGES: Final = (MeshRole.ROLLOUT, MeshRole.REWARD, MeshRole.REFERENCE)
 
 
 def role_of(kind: str) -> MeshRole | None:
-    """The role of a kind of service; None for the queue and for `tinker`, which call nobody."""
+    """The role of a kind of service; None for the queue and for `tinker`, which call no service."""
     if kind in ("queue", "tinker"):
         return None
     built_in = (MeshRole.FEEDER, MeshRole.TRAINER, *OWN_STAGES)
@@ -181,7 +181,7 @@ def in_use() -> Credential | None:
 
 
 def verifiers_in_use() -> Path | None:
-    """The verifiers of this process's servers; None: they ask nobody."""
+    """The verifiers of this process's servers; None: they ask for no credentials."""
     return _verifiers_in_use
 
 

@@ -66,7 +66,7 @@ METHODS: Final[Mapping[str, frozenset[MeshRole]]] = {
 """The operator may call all of them."""
 
 OPEN: Final = frozenset(f"/{health.SERVICE_NAME}/{method}" for method in ("Check", "Watch", "List"))
-"""Methods that ask nobody: orchestrators and load balancers probe health without a credential."""
+"""Methods without a credential: orchestrators and load balancers probe health without a credential."""
 
 METRICS: Final = "/metrics"
 CLAIM: Final = "a claim of a session"
@@ -128,7 +128,7 @@ class Principal:
     name: str
     """Name of its token or certificate; else its role."""
     roles: frozenset[MeshRole]
-    """Empty where nobody is asked."""
+    """Empty if no credentials are asked for."""
     token: frozenset[TokenRole] | None = None
     """Roles of its token; None: it showed none."""
     peer: str = ""

@@ -352,7 +352,7 @@ class Pace:
         self._timer = loop.call_later(self._left_s, self._late)
 
     def sent(self) -> None:
-        """Stop the timer: the answer was read, or nobody waits for it. Idempotent."""
+        """Stop the timer: the answer was read, or its caller has gone. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -61,7 +61,7 @@ def channel(
     Every call through it carries `credential`, or the one of this process.
 
     Raises:
-        UserError: it would travel to another machine unencrypted, and nobody said that the network is trusted.
+        UserError: it would travel unencrypted to another machine in a network that is not declared trusted.
     """
     source = credential or credentials.in_use()
     return cast("grpc.aio.Channel", _open(grpc.aio, address, options, source))
@@ -76,7 +76,7 @@ def blocking_channel(
 
 
 def health_channel(address: str) -> grpc.aio.Channel:
-    """A channel without a credential: for health, which asks nobody, and is asked before it is known who listens."""
+    """A channel without a credential: for health, which needs none, and is asked before the server is known."""
     return cast("grpc.aio.Channel", _open(grpc.aio, address, (), None))
 
 

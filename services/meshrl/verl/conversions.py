@@ -318,7 +318,7 @@ def quantization(value: Any, given: Given) -> Conversion:
 
 
 def routing_replay(value: Any, given: Given) -> Conversion:
-    """The engine's half of R3: alone it would only return experts that nobody replays."""
+    """The engine's half of R3: alone it would only return experts, without a replay."""
     return Conversion(settings={"rollout.routing_replay": True} if value else {}, note="R3")
 
 

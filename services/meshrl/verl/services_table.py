@@ -103,7 +103,7 @@ def rollout() -> Iterator[KeyRule]:
     yield rule(f"{ROLLOUT}.multi_turn.max_parallel_calls", tools.of_tools("max_calls"))
     yield rule(f"{ROLLOUT}.multi_turn.tool_response_truncate_side", tools.of_tools("cut"))
     yield rule(f"{ROLLOUT}.multi_turn.format", tools.tool_format)
-    user = "nobody plays the user: write a program, docs/how-to/write-a-program.md"
+    user = "there is no simulated user: write a program, docs/how-to/write-a-program.md"
     for name in ("max_user_turns", "num_repeat_rollouts"):
         yield refused(f"{ROLLOUT}.multi_turn.{name}", user)
     for name in ("use_inference_chat_template", "tokenization_sanity_check_mode"):

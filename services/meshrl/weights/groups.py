@@ -6,7 +6,7 @@
     SharedWay      the way to one replica through its group
 
 Consumes members that come and go. Waits for all that are expected, each of which comes or is out by a deadline of
-its own. Unblocked by the end of any of them. A group that fails ends nobody: what its members have verified stays,
+its own. Unblocked by the end of any of them. A group that fails ends no member: verified buckets stay,
 and the next one sends the rest. A replica that joins has a channel of its own until the next version.
 """
 
@@ -33,7 +33,7 @@ from meshrl.weights.waiting import unless
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _MOST_FAILED = 2
-"""Groups of one version that may fail though nobody is out: then each member has a channel of its own."""
+"""Groups of one version that may fail while no member is out; then each member has a channel of its own."""
 
 
 class SharedChannel:

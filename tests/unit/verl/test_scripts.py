@@ -170,7 +170,7 @@ def test_the_program_names_the_algorithm_whatever_its_keys_say(
 
 
 def test_a_program_that_does_what_nothing_here_does_is_refused_and_read_as_ppo() -> None:
-    for name, said in (("recipe.flowrl.main_flowrl", "FlowRL"), ("my_main.py", "no program")):
+    for name, said in (("recipe.flowrl.main_flowrl", "FlowRL"), ("my_main.py", "not a program")):
         command = command_of(["python3", "-m", name, "data.seed=1"])
         assert command is not None
         first = migrate(command.arguments, started=command).findings[0]

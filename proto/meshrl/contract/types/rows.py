@@ -300,7 +300,7 @@ class Trajectory:
     ref_top_logprobs: Float32 | None = None
     """float32[T, k]: their log-probabilities under the teacher."""
     rollout_times: tuple[float, float] | None = None
-    """When its sampling began and ended, seconds since 1970; None where nobody noted it."""
+    """When its sampling began and ended, seconds since 1970; None if unknown."""
     reward_times: tuple[float, float] | None = None
     """Start and end of its scoring, as in `rollout_times`."""
     data_source: str = ""

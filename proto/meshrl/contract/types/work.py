@@ -134,7 +134,7 @@ class WeightManifest:
     bucket_hashes: tuple[str, ...]
     """xxh3-128 hex of each bucket; empty while the version is being gathered."""
     tensor_hashes: tuple[int, ...] = ()
-    """xxh3-64 of each tensor, to say which one is wrong; empty where nobody made them."""
+    """xxh3-64 of each tensor, to say which one is wrong; may be empty."""
     adapter: Adapter | None = None
     """The LoRA adapter in the buckets, to be merged before an engine sees it; None: they hold whole weights."""
 

@@ -32,7 +32,7 @@ class DroppedKeys:
         self._told: set[str] = set()
 
     def tell(self, dropped: Mapping[str, str]) -> None:
-        """Warn of those of which nobody was told."""
+        """Warn of those that were not reported."""
         for key, why in dropped.items():
             if key not in self._told and len(self._told) < MAX_COMPONENTS:
                 self._told.add(key)

@@ -335,7 +335,7 @@ class ScoringWorker:
 
     @property
     def messages(self) -> deque[Json | None]:
-        """Messages that nobody has read yet; None stands for the end of the process."""
+        """Unread messages; None stands for the end of the process."""
         return self._messages
 
     async def current_line(self) -> str:

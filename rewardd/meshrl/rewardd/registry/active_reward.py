@@ -18,7 +18,7 @@ from meshrl.contract.types import Sample, Score
 from meshrl.rewardd.judge import StartableJudge, score_unposted
 
 SPARE = 2
-"""Judges that are kept although nobody holds them."""
+"""Idle judges that are kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,10 +28,10 @@ class _Entry:
 
 
 class JudgeCache:
-    """Judges by version: started on demand, at most SPARE of them kept that nobody holds.
+    """Judges by version: started on demand, at most SPARE idle ones kept.
 
     consumes: versions. waits for: a judge's start. unblocked by: its start deadline. produces: started judges, each
-    closed only when nobody holds it, so a new version never interrupts rows that are being scored.
+    closed only when it is idle, so a new version never interrupts rows that are being scored.
     """
 
     def __init__(self, build: Callable[[str], StartableJudge]) -> None:

@@ -437,7 +437,7 @@ class Registry:
         return {version for name in self._names.values() for version in name.usable}
 
     def _forget(self, version: str) -> None:
-        """Delete a version that no name may use and nobody is submitting."""
+        """Delete a version that no name may use and no submission is about to."""
         if self._pending[version]:
             return
         del self._pending[version]

@@ -76,7 +76,7 @@ class Test:
 
 
 def prepare() -> None:
-    """Raises ConfigError outside a sandbox: nobody vouches for these programs."""
+    """Raises ConfigError outside a sandbox: these programs are not trusted."""
     if confinement.level != "strict":
         raise ConfigError(
             "reward 'code' runs programs that a model wrote, and does so in a sandbox only: "

@@ -179,7 +179,7 @@ class _Server:
                 await self._process.stdin.drain()
 
     def cancel(self, number: int, timeout_s: float) -> None:
-        """Tell the server that nobody waits for `number` any more; kill it if it does not answer even then."""
+        """Tell the server to cancel `number`; kill it if it does not answer even then."""
         if number in self._waiting:
             watch = asyncio.create_task(self._cancelled(number, timeout_s))
             self._watched.add(watch)

@@ -361,7 +361,7 @@ class Environment:
 
 
 class Opening:
-    """One opening of an environment: a task enters and leaves it, once nobody uses it any more."""
+    """One opening of an environment: a task enters it, and leaves it when it is no longer used."""
 
     def __init__(self, env: Any) -> None:
         """Begin to open it; `ready` tells when it is, or why not."""

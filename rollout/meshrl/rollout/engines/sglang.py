@@ -127,7 +127,7 @@ class Config(ServerConfig):
             yield (
                 "",
                 f"SGLang gives {name} an output embedding of its own, and {model} ties it to the input's: it would"
-                " sample from memory that nobody wrote; want rollout.name=vllm, or a model with lm_head.weight and"
+                " sample from uninitialised memory; want rollout.name=vllm, or a model with lm_head.weight and"
                 " tie_word_embeddings: false",
             )
 

@@ -134,7 +134,7 @@ def last_error(text: str) -> str:
 
 
 def _private(path: Path) -> BinaryIO:
-    """An empty file for nobody else: servers log their arguments, a key among them. No link is followed."""
+    """An empty file, closed to other users: servers log their arguments, a key among them. No link is followed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     file = os.fdopen(os.open(path, flags, 0o600), "wb")
     os.fchmod(file.fileno(), 0o600)

@@ -244,7 +244,7 @@ def _compare(recipe: Recipe, service: str, node_rank: int, accept_changes: bool)
 
 
 def _node_rank(recipe: Recipe, service: str, given: int | None) -> int:
-    """Which of the service's machines this is. Raises UserError where nobody says so, or it has no such one."""
+    """The number of this machine among the service's. Raises UserError for none, or one that it lacks."""
     nodes = service_kind(recipe, service).machines(recipe)
     if service != "trainer":
         return 0
@@ -275,7 +275,7 @@ def take_share(
     """Put this service's part of the machine's GPUs into `environment`; returns the recipe as it was placed.
 
     Where `up` gave it one, or CUDA_VISIBLE_DEVICES is set, it keeps that. Where the services do not all find
-    room here, some of them are elsewhere, and nobody has said which.
+    room here, some of them are elsewhere, and it is unknown which.
 
     Raises:
         UserError: the placement has no place for it here.

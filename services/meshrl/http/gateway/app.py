@@ -63,7 +63,7 @@ CONVERSATION = "x-session-id"
 """The header in which a client of several conversations names one, as routers read it, too."""
 MAX_NAME = 256
 CLIENT_GONE = 499
-"""Status for a client that has disconnected; nobody reads it."""
+"""Status for a client that has disconnected, never read."""
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
     for status, text in {
@@ -97,7 +97,7 @@ def build_app(
     max_body_bytes: int,
     identity: Identity | None,
 ) -> FastAPI:
-    """The app; `identity` admits callers who claim sessions; None: nobody may claim."""
+    """The app; `identity` admits callers who claim sessions; None: no caller may."""
     app = FastAPI(
         title="meshrl gateway",
         version="1",

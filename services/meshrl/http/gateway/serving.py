@@ -70,7 +70,7 @@ async def gateway_of(
 
 
 def _identity(recipe: Recipe, settings: ServerSettings) -> Identity | None:
-    """Admits callers who claim sessions; None: nobody may. Raises UserError if anybody on the network could."""
+    """Admits callers who claim sessions; None: no caller may. Raises UserError if any client of the network could."""
     config = recipe.rollout.gateway
     external = bool(recipe.rollout.program_options.get("external"))
     local = is_loopback(config.host)

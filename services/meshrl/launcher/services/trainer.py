@@ -65,7 +65,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Train in this process, as the only rank or as one of several, until the end of the run or stopped; then save.
 
     Raises:
-        UserError: weights or gradients would be open to others, and nobody has permitted that.
+        UserError: weights or gradients would be open to others without permission.
     """
     refuse_open(recipe, context.settings)
     with closing(lease_device(recipe)) if recipe.takes_turns else nullcontext() as lease:

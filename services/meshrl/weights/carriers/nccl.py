@@ -373,7 +373,7 @@ async def connect(endpoint: str, prefix: str, facts: Facts, rank: int = 1) -> by
     """The replica's side: the unique id, bytes[128]; the caller has the deadline.
 
     Raises:
-        UnavailableError: nobody listens, or the trainer's end aborted the channel.
+        UnavailableError: no listener, or the trainer's end aborted the channel.
         MeshError: the reason why the trainer's end refuses.
     """
     address, _, token = endpoint.partition("/")

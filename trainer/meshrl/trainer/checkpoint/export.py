@@ -181,7 +181,7 @@ def export_adapter(
 def _finish(writing: Path, target: Path, tokenizer: Path) -> None:
     """Copy the tokenizer's files into `writing` and rename it to `target`, as readable as the umask lets it be.
 
-    Safetensors' files are nobody else's to read, and copies have the modes of what they are copied from.
+    Safetensors' files are closed to other users, and copies have the modes of what they are copied from.
     """
     for pattern in TOKENIZER_FILES:
         for file in sorted(tokenizer.glob(pattern)):

@@ -1,6 +1,6 @@
 """Chat messages, texts and pictures of data rows: what is none of them is refused with its row.
 
-A prompt that lost its image or its tool calls on the way would be trained as another prompt, and nobody would see it.
+A prompt that lost its image or its tool calls on the way would be trained as another prompt, unseen.
 Pictures are verl's column `images`:
 
     {"prompt": [{"role": "user", "content": "<image>How many?"}], "images": [{"bytes": …}], …}

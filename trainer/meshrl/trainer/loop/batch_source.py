@@ -246,7 +246,7 @@ class BatchSource:
                 return LoopCommand.END
 
     async def _drop_unjudged(self, epoch: int, step: int) -> bool:
-        """Drop what cannot be read of the last take, which nobody has judged yet; False where there is nothing."""
+        """Drop the unreadable rows of the last take, which is not judged yet; False if there is none."""
         run, sampling = self._settings.run, self._sampling
         taken = await self._queue.take(
             run,

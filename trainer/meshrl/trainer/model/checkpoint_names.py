@@ -50,7 +50,7 @@ class Fused:
     names: frozenset[str] = frozenset()
     """Names of the checkpoint's tensors that they become."""
     left: set[str] = field(default_factory=set)
-    """Names that nobody has asked for since the last gather."""
+    """Names that were not requested since the last gather."""
     held: Tensors = field(default_factory=dict)
     """Tensors of `left`, on ranks that need them."""
 

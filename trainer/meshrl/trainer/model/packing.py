@@ -180,7 +180,7 @@ def _cut(
 
 
 def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device; to a GPU from pinned memory, so that nobody waits for the copy."""
+    """On the device; to a GPU from pinned memory, so that the copy is asynchronous."""
     if device.type == "cuda" and values.device.type == "cpu":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)

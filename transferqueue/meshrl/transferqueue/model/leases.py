@@ -65,7 +65,7 @@ class WorkerVerbs(FeederVerbs):
         )
 
     def grant(self, stage: Stage, worker: str, limit: int) -> list[Unread]:
-        """Deliver at most `limit` ready rows to `worker`, under a token that nobody has."""
+        """Deliver at most `limit` ready rows to `worker`, under a new token."""
         self.record.last_token += 1
         number, token, now = stage.number, self.record.last_token, self.clock()
         deadline = self.lease_deadline()

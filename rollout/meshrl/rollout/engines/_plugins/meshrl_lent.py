@@ -30,7 +30,7 @@ class _DeviceMemory(Protocol):
     """PCI address of the GPU."""
 
     def free(self) -> int:
-        """Bytes of the device that nobody has."""
+        """Free bytes of the device."""
         ...
 
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, str]:
