@@ -154,4 +154,4 @@ def test_shards_of_a_recipe_are_one_or_refused(
         main(["config", "show", "my.yaml", "queue.shards=1"])
     assert not ended.value.code
     (line,) = capsys.readouterr().err.splitlines()
-    assert "queue.shards is no longer a key; what it says holds" in line
+    assert "queue.shards is no longer a key; this changes nothing" in line

@@ -169,7 +169,7 @@ def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 def _told(method: str, node: Any) -> nodes.Expr:
-    """`node` with what it gives told to a method of `_Work`."""
+    """A call of a method of `_Work` with the value of `node`."""
     return nodes.Call(nodes.EnvironmentAttribute(method), [node], [], None, None)
 
 

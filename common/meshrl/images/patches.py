@@ -39,7 +39,7 @@ class PatchLayout(Layout):
 
 
 def build(checkpoint: Path, config: Mapping[str, Any], processor: Any) -> PatchLayout:
-    """Raises UserError where config.json lacks what it takes."""
+    """Raises UserError if config.json lacks a size."""
     try:
         merge = int(config["vision_config"]["spatial_merge_size"])
         return PatchLayout(int(config["image_token_id"]), merge, processor)

@@ -59,7 +59,7 @@ class TileLayout(Layout):
 
 
 def build(checkpoint: Path, config: Mapping[str, Any], processor: Any) -> TileLayout:
-    """Raises UserError where config.json lacks what it takes, or the tokenizer the tokens around tiles."""
+    """Raises UserError if config.json lacks a size, or the tokenizer a token around tiles."""
     from tokenizers import Tokenizer
 
     try:

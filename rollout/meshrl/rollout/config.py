@@ -341,7 +341,7 @@ class TorchEngineConfig(Config):
 def check_rollout(
     rollout: RolloutConfig, machine: Machine, model: Path, *, tries: bool = False
 ) -> Iterator[Problem]:
-    """Every problem of the section; with `tries` also those that a program tells only of what it has loaded."""
+    """Every problem of the section; with `tries` also those that a program finds only when it loads its parts."""
     yield from _program_options(rollout, machine, model, tries)
     yield from check_options(
         ("rollout", "engine"), ENGINES, rollout.name, rollout.engine, machine, model

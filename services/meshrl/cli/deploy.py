@@ -20,8 +20,8 @@ from meshrl.deploy.slurm import SlurmJob, gpus_of
 assume_option = click.option(
     "--assume",
     type=PATH,
-    help="A YAML file of what the nodes have, as for `config check`. What it does not name is there: nothing of this"
-    " machine is looked at but the recipe, the files of its rewards, and models and data that are here too.",
+    help="A YAML file that describes the nodes, as for `config check`. Anything else is assumed to be there: of this"
+    " machine only the recipe, the files of its rewards, and models and data that are here too, are checked.",
 )
 
 

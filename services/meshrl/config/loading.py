@@ -432,10 +432,10 @@ def _drop_retired(tree: dict[str, Any], origins: dict[Loc, str]) -> list[str]:
             origin = origins.get((*path, last), name)
             lines.append(f"{origin}: {name}={value} is no longer a value: {section[last]} is used")
     if len(unchanged) == 1:
-        lines.append(f"{unchanged[0]} is no longer a key; what it says holds")
+        lines.append(f"{unchanged[0]} is no longer a key; this changes nothing")
     elif unchanged:
         others = counted(len(unchanged) - 1, "other")
-        lines.append(f"{unchanged[0]} and {others} are no longer keys; what they say holds")
+        lines.append(f"{unchanged[0]} and {others} are no longer keys; this changes nothing")
     return lines
 
 

@@ -319,7 +319,7 @@ class ThisMachine(Machine):
 
 
 class Assumptions(Config):
-    """The file of `config check --assume`: what another machine has. What it does not name is asked of this one."""
+    """The file of `config check --assume`, which describes another machine. Other facts are those of this one."""
 
     gpus: NonNegativeInt | None = None
     """Number of GPUs."""

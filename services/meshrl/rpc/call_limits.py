@@ -5,7 +5,7 @@
                  refused: BusyError (RESOURCE_EXHAUSTED);                 or its connection is closed
                  nothing was done, and clients try again
 
-A call holds what it holds until its answer is sent. One address, and one role, has three quarters of what there is,
+A call is counted until its answer is sent. One address, and one role, has at most three quarters of each limit,
 so that others find room; answers are counted for each role alone. Watchers of health, which need no credential,
 have a sixteenth; a single question for health is always answered.
 """

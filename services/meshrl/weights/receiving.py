@@ -132,9 +132,9 @@ class Arrival:
         return not self._missing and not (self._group and indices)
 
     def _allocate(self) -> None:
-        """Host memory, fresh for each version: an engine may keep these very arrays until, and after, the commit.
+        """Host memory, new for each version: an engine may keep these arrays until, and after, the commit.
 
-        And for each channel: the one before may still write into what it has not finished.
+        New for each channel, too: the one before may still write into unfinished buckets.
         """
         indices = sorted(self._missing)
         sizes = [self.manifest.bucket_bytes[index] for index in indices]

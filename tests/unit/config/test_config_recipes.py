@@ -164,13 +164,13 @@ def test_dropped_keys_that_say_what_holds_are_told_in_one_line(
 ) -> None:
     load(MINIMAL + "queue: {shards: 1, quota: {runs: 1000}}\nreward: {slots: 256}\n")
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "my.yaml:2: queue.quota and 2 others are no longer keys; what they say holds"
+    assert line == "my.yaml:2: queue.quota and 2 others are no longer keys; this changes nothing"
     load(MINIMAL + "queue: {quota: {runs: 5}}\nreward: {slots: 256}\n")
     changed, same = capsys.readouterr().err.splitlines()
     assert changed.startswith(
         "my.yaml:2: queue.quota is no longer a key and is ignored: 1,000 runs"
     )
-    assert same == "my.yaml:3: reward.slots is no longer a key; what it says holds"
+    assert same == "my.yaml:3: reward.slots is no longer a key; this changes nothing"
 
 
 def test_a_recipe_with_a_store_of_pictures_loads_with_a_line_for_each_key(

@@ -125,7 +125,7 @@ async def _acquire(
 
 
 async def _settle(queue: Queue, state: TrainerState, epoch: int) -> None:
-    """Tell the queue what it has not heard of the last step of `state`.
+    """Settle the batches of the last step of `state` that the queue has not settled.
 
     Raises:
         NotFoundError: it has given these rows back, and they will be trained again.

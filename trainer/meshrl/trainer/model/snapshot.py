@@ -130,8 +130,8 @@ def take_snapshot(
         bucket_bytes: Upper bound of a bucket; a larger tensor gets a bucket of its own.
         adapters_only: Send the adapter, in float32, of a policy whose adapter others can merge. The merged weights
             are still made once, bucket by bucket, for their hashes.
-        on_plan: Called with the snapshot on rank 0 before anything of it is gathered, in this thread. Not of an
-            adapter, which is proposed with the hashes of what it is merged into.
+        on_plan: Called with the snapshot on rank 0 before anything of it is gathered, in this thread. Not called for
+            an adapter, whose proposal has the hashes of the merged weights.
     """
     packed = partial(_packed, world=world, run=run, version=version, bucket_bytes=bucket_bytes)
     weights = list(policy.published_weights())
@@ -276,7 +276,7 @@ class _Shares:
     """Parts of a tensor on this rank, and the gathers that complete it."""
 
     parts: list[torch.Tensor]
-    """Contiguous; one after the other, flat, they are what it has."""
+    """Contiguous. Flat and concatenated they are the share of this rank."""
     steps: list[_Step]
     wanted: bool
     """Whether this rank needs the whole."""

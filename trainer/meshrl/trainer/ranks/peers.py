@@ -77,7 +77,7 @@ class Peers:
         self._over.set()
 
     def until_finished(self) -> None:
-        """On the others: wait until rank 0 is done with what it does alone.
+        """On the other ranks: wait until rank 0 has done its own work.
 
         Raises:
             InfraError: it ended before.

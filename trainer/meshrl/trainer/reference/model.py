@@ -203,7 +203,7 @@ class ReferenceModel:
         return await loop.run_in_executor(self._thread, forward, rows, seen, temperature, top)
 
     def follow(self) -> None:
-        """On another rank than the first: forward what it says, until it says that this is the end.
+        """On another rank than the first: compute the batches that the first one sends, until its end.
 
         Raises:
             InfraError: it is gone.

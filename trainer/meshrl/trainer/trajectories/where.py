@@ -80,12 +80,12 @@ _FUNCTIONS: Mapping[str, tuple[_Kind, _Kind, Callable[[Any], Any]]] = {
     "len": ("text", "number", len),
     "lower": ("text", "text", str.lower),
 }
-"""Name to the kind that it takes, the kind that it gives, and what it does."""
+"""Functions by name: the kind of the argument, the kind of the result, the function."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A part of a condition: what it gives of a row. None where the row has no such thing."""
+    """A part of a condition, as a function of a row; None if the row lacks the value."""
 
     kind: _Kind
     of: Callable[[Row], Any]

@@ -97,10 +97,10 @@ class TrainerVerbs(WorkerVerbs):
     def acquire(self, owner: str) -> None:
         """Give the run to `owner`; the trainer before it held the received batches that are not settled.
 
-        Their groups are complete again, and are known as what it may have died of. What trainers die with that say
-        nothing (native code that crashes, memory that is not enough) looks like a kill that has nothing to do with
-        rows, so a group that was alone in hand is held back until a step of others is made. It is given up when
-        trainers have died with it ALONE times, and worked in between.
+        Their groups are complete again, and are suspected of its death. A death without an error (a crash in native
+        code, too little memory) looks like a kill that has nothing to do with rows. So a group that the trainer held
+        alone is held back until a step of others is made, and is given up when trainers that worked in between have
+        died with it ALONE times.
         """
         in_hand = [
             batch for batch in self._batches.values() if batch.answered and not batch.settled
