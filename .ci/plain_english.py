@@ -48,8 +48,10 @@ UNWRAPPED = ("docs/reference/algorithms.md", "docs/reference/models.md")
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and text of each docstring, those of fields included."""
+    """Line and text of each docstring, those of fields included, and of each option's help."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "help":
+            yield node.value.lineno, ast.unparse(node.value)
         body = getattr(node, "body", None)
         for each in body if isinstance(body, list) else ():
             if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant):

@@ -120,9 +120,9 @@ def _claims(
 
 @click.command()
 @recipe_argument
-@click.option("--image", default="meshrl", show_default=True, help="Of every service.")
+@click.option("--image", default="meshrl", show_default=True, help="Image of all services.")
 @click.option(
-    "--engine-image", default="", metavar="IMAGE", help="Of rollout workers, with their engine."
+    "--engine-image", default="", metavar="IMAGE", help="Image of rollout workers, with engine."
 )
 @click.option(
     "--engine-nodes",
@@ -135,7 +135,7 @@ def _claims(
     "--engine-gpus",
     type=click.IntRange(0),
     default=0,
-    help="Of such a server, on each of its nodes.",
+    help="GPUs of such a server, on each of its nodes.",
 )
 @click.option(
     "--mount",
@@ -149,10 +149,10 @@ def _claims(
     "--storage",
     default="20Gi",
     show_default=True,
-    help="Of the queue's and the checkpoints' volumes.",
+    help="Size of the queue's and the checkpoints' volumes.",
 )
 @click.option("--storage-class", default="", metavar="NAME")
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="With GPUs.")
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="GPU nodes.")
 @click.option("--gpus-per-node", default="", metavar="N")
 @click.option("--gpu", default="nvidia.com/gpu", show_default=True, metavar="RESOURCE")
 @click.option(
@@ -167,7 +167,7 @@ def _claims(
     "--prometheus",
     metavar="URL",
     default="http://prometheus:9090",
-    help="Where KEDA asks for the hint.",
+    help="Server that KEDA asks for the hint.",
 )
 @click.option(
     "--cert-manager",

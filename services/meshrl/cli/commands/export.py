@@ -32,14 +32,14 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> str
     type=click.Choice(["float32", "bfloat16", "float16"]),
     default="float32",
     show_default=True,
-    help="Of the stored weights.",
+    help="Type of the stored weights.",
 )
 @click.option(
     "--max-shard-size",
     default="5GB",
     show_default=True,
     callback=_size,
-    help="Of one safetensors file: a number with MB or GB; larger models get several.",
+    help="Size of one safetensors file: a number with MB or GB; larger models get several.",
 )
 @click.option(
     "--adapter", is_flag=True, help="Write the LoRA adapter as peft reads it, not merged."

@@ -124,11 +124,9 @@ def drain(find: Callable[[], MeshAddress], name: str) -> None:
     "--queue",
     metavar="HOST:PORT",
     envvar="MESHRL_QUEUE",
-    help="With --trainer: where the queue is.",
+    help="Address of the queue, with --trainer.",
 )
-@click.option(
-    "--recipe", default="RECIPE", help="With --trainer: the recipe's file on the other machine."
-)
+@click.option("--recipe", default="RECIPE", help="The recipe on the other machine, with --trainer.")
 @click.pass_obj
 def add(
     find: Callable[[], MeshAddress], count: int, printed: bool, queue: str | None, recipe: str

@@ -70,13 +70,13 @@ log = logging.getLogger(__name__)
     "--queue",
     envvar="MESHRL_QUEUE",
     metavar="HOST:PORT",
-    help="Where the queue is.",
+    help="Address of the queue.",
 )
 @click.option(
-    "--trainer", envvar="MESHRL_TRAINER", metavar="HOST:PORT", help="Where the trainer is."
+    "--trainer", envvar="MESHRL_TRAINER", metavar="HOST:PORT", help="Address of the trainer."
 )
 @click.option(
-    "--reward", envvar="MESHRL_REWARD", metavar="HOST:PORT", help="Where the reward service is."
+    "--reward", envvar="MESHRL_REWARD", metavar="HOST:PORT", help="Address of the reward service."
 )
 @click.option(
     "--node-rank",
@@ -94,7 +94,7 @@ log = logging.getLogger(__name__)
     "--credential-file",
     envvar="MESHRL_CREDENTIAL_FILE",
     type=PATH,
-    help="What this service presents to others; that of its role in <run.dir>/credentials if not given.",
+    help="Credential for calls; that of the service's role in <run.dir>/credentials if not given.",
 )
 @click.option(
     "--verifiers-file",
@@ -113,7 +113,7 @@ log = logging.getLogger(__name__)
     "--stay-on-user-error",
     envvar="MESHRL_STAY_ON_USER_ERROR",
     is_flag=True,
-    help="Where exit code 2 is due, wait for SIGTERM first: for supervisors that would start it again.",
+    help="Wait for SIGTERM before exit code 2, for supervisors that would start it again.",
 )
 def serve(
     service: str,

@@ -45,12 +45,12 @@ def _ports(
 @click.option(
     "--launcher",
     metavar="COMMAND",
-    help="What starts a service on a machine: 'srun ... --nodelist={machine}'. See `meshrl slurm`.",
+    help="Command that starts a service on a machine: 'srun ... --nodelist={machine}'. See `meshrl slurm`.",
 )
 @click.option(
     "--program",
     metavar="COMMAND",
-    help="What `meshrl` is on those machines, e.g. 'apptainer exec mesh.sif meshrl'; this very Python if not given.",
+    help="`meshrl` on those machines, e.g. 'apptainer exec mesh.sif meshrl'; this Python if not given.",
 )
 @accept_changes_option
 @preload_option
