@@ -367,7 +367,7 @@ def prompt_of(row: Row) -> str:
 
 
 def said_in(row: Row) -> list[tuple[str, str]]:
-    """Who said what in the response, part after part: the policy, or what it observed."""
+    """Pairs of speaker and text, one for each part of the response; the speaker is `policy` or `observed`."""
     parts = row["parts"] or [{"sampled": True, "text": row["response"]}]
     return [("policy" if part["sampled"] else "observed", part["text"] or "") for part in parts]
 
