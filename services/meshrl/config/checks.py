@@ -202,9 +202,16 @@ def _template(recipe: Recipe, tokenizer: PromptTokenizer) -> Iterator[Problem]:
             ("rollout", "program"),
             f"rollout.program: the tokenizer has no chat template, so {lost}; want a checkpoint that has one",
         )
+    settings = {**recipe.data.apply_chat_template_kwargs, "add_generation_prompt": False}
+    if tokenizer.chat_template and (role := _role_of_results(recipe)):
+        asked = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
+        try:
+            rendered(tokenizer, [*asked, {"role": role, "content": "."}], **settings)
+        except UserError as error:
+            key = "rollout.program_options.role"
+            yield ("rollout", "program_options"), f"{key}: {error}; want role: user"
     if not uses_gateway(recipe) or trains_each_branch(recipe):
         return
-    settings = {**recipe.data.apply_chat_template_kwargs, "add_generation_prompt": False}
     roles = drops_thoughts(lambda messages: rendered(tokenizer, messages, **settings))
     if roles:
         before = " and ".join(sorted(roles, reverse=True))
@@ -218,16 +225,23 @@ def _template(recipe: Recipe, tokenizer: PromptTokenizer) -> Iterator[Problem]:
 
 def _lost_messages(recipe: Recipe) -> str:
     """The messages of the program that need a chat template; empty where it has none, or they are its function's."""
-    program, options = recipe.rollout.program, recipe.rollout.program_options
+    program = recipe.rollout.program
     if uses_gateway(recipe):
         return "all that agents ask in messages is refused"
     if plugins.constant(PROGRAMS, program, "TRAINS_SEATS", False):
         return "no seat of the policy can be told anything"
-    if plugins.constant(PROGRAMS, program, "CALLS_TOOLS", False):
-        format_name = str(options.get("format", ToolsConfig.model_fields["format"].default))
-        if not plugins.constant(FORMATS, format_name, "OBSERVATION", ""):
-            return "the policy cannot be shown what a tool returns"
-    return ""
+    return "the policy cannot be shown what a tool returns" if _role_of_results(recipe) else ""
+
+
+def _role_of_results(recipe: Recipe) -> str:
+    """The role of the messages in which the program shows what tools return; empty where it shows none."""
+    program, options = recipe.rollout.program, recipe.rollout.program_options
+    if not plugins.constant(PROGRAMS, program, "CALLS_TOOLS", False):
+        return ""
+    defaults = ToolsConfig.model_fields
+    calls = str(options.get("format", defaults["format"].default))
+    as_text = plugins.constant(FORMATS, calls, "OBSERVATION", "")
+    return "" if as_text else str(options.get("role", defaults["role"].default))
 
 
 def _one_rank(recipe: Recipe) -> Iterator[Problem]:

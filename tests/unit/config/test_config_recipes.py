@@ -408,10 +408,5 @@ def test_the_keys_of_a_recipe_are_the_frozen_ones(tmp_path: Path) -> None:
     for key in frozen:
         if key in present:
             continue
-        try:
-            load_recipe(path, [f"{key}=null"], check=False)
-        except ConfigError as error:
-            pytest.fail(
-                f"{key} is no key any more, and a recipe that has it is refused ({error}): bring the key back, "
-                "or add it to DROPPED_KEYS in meshrl/config/loading.py"
-            )
+        # A key that is refused here comes back, or is added to DROPPED_KEYS in meshrl/config/dropped_keys.py.
+        load_recipe(path, [f"{key}=null"], check=False)

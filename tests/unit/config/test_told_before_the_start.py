@@ -629,3 +629,10 @@ def test_a_tokenizer_without_a_chat_template_is_told_to_programs_that_speak_in_m
     write_tiny_model(tmp_path / "model")
     said = told_of(tmp_path / "model", program, options, "program")
     assert len(said) == bool(told) and told in "".join(said)
+
+
+@pytest.mark.parametrize(("role", "told"), [("tool", 1), ("user", 0)])
+def test_a_template_that_refuses_results_is_told(role: str, told: int, tmp_path: Path) -> None:
+    PUBLISHED["Gemma"].tokenizer().save_pretrained(tmp_path)
+    options = f"{{tools: [game.look], role: {role}}}"
+    assert len(told_of(tmp_path, "tools", options, "program_options")) == told
