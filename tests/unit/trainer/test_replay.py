@@ -173,6 +173,7 @@ def test_another_gradient_norm_is_told_where_all_rows_are_the_same(
     ("gone", "said"),
     [
         ("trajectories/step-2.parquet", "step-2.parquet is missing"),
+        ("trajectories/step-3.parquet", "--step 3: no rows are logged of it; there are 2 steps"),
         ("metrics.jsonl", "metrics.jsonl cannot be read"),
         ("mesh.json", "mesh.json"),
     ],

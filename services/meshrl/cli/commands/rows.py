@@ -86,7 +86,9 @@ def rows(
         for row in found:
             say_json(json.dumps(row, ensure_ascii=False))
         return
-    _say_which(directory)
+    book = directory / ADDRESS_BOOK_NAME
+    if book.is_file():
+        say_which(directory, AddressBook.load(book).run)
     shown = list(found)
     if not shown:
         say("no logged row is like that")
@@ -97,12 +99,6 @@ def rows(
             _print_whole(console, row, directory)
     else:
         _print_list(console, shown, ranked=worst or best)
-
-
-def _say_which(directory: Path) -> None:
-    book = directory / ADDRESS_BOOK_NAME
-    if book.is_file():
-        say_which(directory, AddressBook.load(book).run)
 
 
 def _print_list(console: Console, shown: Sequence[Row], *, ranked: bool) -> None:
@@ -223,6 +219,7 @@ def replay(named: NamedRun, step: int, tolerance: float, as_json: bool) -> None:
     say_which(directory, address_book.run)
     recipe = load_run(address_book.recipe)
     _refuse_replay(recipe)
+    find_rows(directory, step=str(step))  # raises at once for a step that is not logged
     # Imported here: with it comes torch.
     import torch
 
