@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import shutil
@@ -116,21 +115,17 @@ def _report(recipe: Recipe) -> None:
     except UserError as error:  # the run itself ended well
         say(str(error))
         return
-    ledger = asyncio.run(_stored_ledger(recipe))
+    # Imported here: with it comes gRPC, and `--help` should answer at once.
+    from meshrl.cli.find_mesh import mesh_of
+
+    mesh = mesh_of(directory, stopped=True)
+    ledger = mesh.ask_queue(mesh.ledgers)[0]
     shown = summary(history, ledger, directory / "export")
     (directory / "summary.json").write_text(json.dumps(shown, indent=2) + "\n")
     curves = directory / "curves.svg"
     draw_curves(history, curves)
     text_console().print(table(shown, history))
     say(f"{directory / 'summary.json'}\n{curves}\n{directory / 'export'}", lines=True)
-
-
-async def _stored_ledger(recipe: Recipe) -> Ledger:
-    """The ledger as the queue's files tell it, after the queue has ended."""
-    from meshrl.rpc.queue_connection import open_stored_queue
-
-    async with open_stored_queue(recipe) as queue:
-        return await queue.ledger(recipe.run.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
