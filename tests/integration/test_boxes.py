@@ -364,20 +364,6 @@ attempt(40, (2, 1))
     assert said.split()[::2] == ["refused"] * 4, said
 
 
-async def test_a_box_has_a_network_of_its_own(strict: Box) -> None:
-    said = await python(
-        strict,
-        """
-import socket
-server = socket.create_server(("127.0.0.1", 8000))
-client = socket.create_connection(("127.0.0.1", 8000))
-client.sendall(b"hello")
-print(server.accept()[0].recv(5))
-""",
-    )
-    assert said == "b'hello'\n"
-
-
 async def test_a_listener_on_the_loopback_of_a_box_is_reached_by_its_processes_alone(
     backend: Backend, box: Box
 ) -> None:
@@ -584,6 +570,17 @@ async def test_tools_that_a_policy_replaces_neither_survive_a_stop_nor_place_the
     finally:
         await box.close()
         await engine.close()
+
+
+@pytest.mark.parametrize("kind", ["podman", "docker"])
+async def test_a_container_without_room_for_a_process_lasts(kind: str) -> None:
+    await skip_without(kind)
+    engine = await backend_of(kind)
+    box = await engine.start(ENGINE_IMAGE, LIMITS, row="x")
+    # A bash that cannot start a process ends after 15 s.
+    assert (await shell(box, "(while :; do sleep 1000 & done); sleep 1000 & exec sleep 20"))[0] == 0
+    await box.close()
+    await engine.close()
 
 
 async def test_a_sweep_removes_what_a_dead_worker_has_half_unpacked(tmp_path: Path) -> None:

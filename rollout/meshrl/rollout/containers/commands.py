@@ -53,8 +53,8 @@ def _tool(name: str) -> str:
 
 
 BASH = [*_tool("bash").split(), "-c"]
-HOLD = "exec 3<> <(:); while ((SECONDS < $0)); do read -t 1 -u 3; (:); done"
-"""Process 1: waits; a bash buries orphans when it has started something itself."""
+HOLD = "exec 3<> <(:); while ((SECONDS < $0)); do read -t 1 -u 3; done"
+"""Process 1: waits, and buries orphans. It starts nothing, as a bash ends where it cannot."""
 HEAD = 'IFS=" " read -r mark words size; mapfile -d "" -n "$words" -t given; echo $$'
 END = r'printf "\n%s %s\n" "$mark"'
 RUN = f"""
