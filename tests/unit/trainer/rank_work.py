@@ -65,6 +65,13 @@ def trajectories() -> list[Trajectory]:
     return rows
 
 
+def silent(row: Trajectory) -> Trajectory:
+    """The row, had the policy said nothing."""
+    columns = ("tokens", "loss_mask", "rollout_logprobs")
+    cut: dict[str, Any] = {name: getattr(row, name)[:PROMPT] for name in columns}
+    return dataclasses.replace(row, spans=(), **cut)
+
+
 def manifest_row(uid: Uid, group_size: int, num_tokens: int, prompt: int = 0) -> BatchRow:
     return BatchRow(
         uid=uid, group=uid.task, group_size=group_size, num_tokens=num_tokens,

@@ -32,27 +32,21 @@ def test_rows_groups_and_positions(ragged: Ragged) -> None:
 
 def test_row_statistics_skip_masked_tokens_whatever_they_hold(ragged: Ragged) -> None:
     values = torch.tensor([1.0, torch.nan, 3, 5, torch.inf, -torch.inf, 7, 8])
-
     assert ragged.row_sum(values).tolist() == [4, 0, 5, 15]
     torch.testing.assert_close(ragged.row_mean(values), torch.tensor([2.0, 0, 5, 7.5]))
     assert ragged.row_max(values).tolist() == [3, 0, 5, 8]
     assert float(ragged.token_mean(values)) == pytest.approx(24 / 5)
-
-
-def test_an_unmasked_row_sum_counts_every_token(ragged: Ragged) -> None:
     assert ragged.row_sum(torch.ones(8), masked=False).tolist() == [3, 0, 1, 4]
 
 
 def test_group_statistics(ragged: Ragged) -> None:
     scores = torch.tensor([1.0, 3.0, 5.0, 5.0])
-
     assert ragged.group_mean(scores).tolist() == [2, 0, 5]
     torch.testing.assert_close(ragged.group_std(scores), torch.tensor([2.0**0.5, 0, 0]))
 
 
 def test_scans_stay_within_their_row(ragged: Ragged) -> None:
     ones = torch.ones(8)
-
     assert ragged.row_cumsum(ones).tolist() == [1, 2, 3, 1, 1, 2, 3, 4]
     assert ragged.suffix_sum(ones).tolist() == [3, 2, 1, 1, 4, 3, 2, 1]
     halved = ragged.discounted_suffix_sum(ones, torch.full((8,), 0.5))
@@ -81,7 +75,6 @@ def test_a_long_scan_equals_the_loop() -> None:
 def test_squeezing_masked_tokens_out_and_back(ragged: Ragged) -> None:
     values = torch.arange(8.0) + 1
     dense = ragged.valid_only()
-
     assert dense.lengths.tolist() == [2, 0, 1, 2]
     assert ragged.from_valid(values[ragged.mask]).tolist() == [1, 0, 3, 4, 0, 0, 7, 8]
 
@@ -94,7 +87,6 @@ def test_fewer_than_two_tokens_are_whitened_to_zero(ragged: Ragged) -> None:
 
 def test_gradients_flow_through_row_sums(ragged: Ragged) -> None:
     values = torch.ones(8, requires_grad=True)
-
     (gradient,) = torch.autograd.grad((ragged.row_sum(values) * torch.arange(4)).sum(), values)
 
     assert gradient.tolist() == [0, 0, 0, 2, 0, 0, 3, 3]

@@ -195,6 +195,21 @@ def correct(
     return Correction(weights=weights, mask=mask, metrics=prefixed)
 
 
+def bounded_weights(
+    ragged: Ragged,
+    log_ratio: Tensor,
+    *,
+    level: Literal["token", "sequence"],
+    threshold: float | str,
+) -> tuple[Tensor, Tensor]:
+    """Weights [N] from x [N], detached, 0 at masked tokens: bounded by `threshold`, and before that."""
+    lower, upper = parse_threshold(threshold)
+    x = log_ratio if level == "token" else ragged.row_sum(log_ratio)[ragged.rows]
+    raw = x.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() * ragged.mask
+    inside = raw <= upper if lower is None else (raw >= lower) & (raw <= upper)
+    return torch.where(inside, raw, upper if lower is None else 0.0), raw
+
+
 def importance_weights(
     ragged: Ragged,
     log_ratio: Tensor,
@@ -203,19 +218,15 @@ def importance_weights(
     threshold: float | str = 2.0,
     batch_normalize: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Weights [N] from x [N], 0 at masked tokens, and metrics without a prefix.
+    """`bounded_weights` of a batch with trained tokens, and metrics without a prefix.
 
     `batch_normalize` divides by the mean over trained tokens (token) or over non-empty rows (sequence).
     """
     lower, upper = parse_threshold(threshold)
-    row_x = ragged.row_sum(log_ratio)
-    x = log_ratio if level == "token" else row_x[ragged.rows]
-    raw = x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() * ragged.mask
-    inside = raw <= upper if lower is None else (raw >= lower) & (raw <= upper)
-    weights = torch.where(inside, raw, upper if lower is None else 0.0)
-
+    weights, raw = bounded_weights(ragged, log_ratio, level=level, threshold=threshold)
     metrics = _weight_metrics(ragged, weights, raw, lower, upper)
     if level == "sequence":
+        row_x = ragged.row_sum(log_ratio)
         log_low = -math.log(upper) if lower is None else math.log(lower)
         metrics |= {
             "rollout_is_max": float(row_x.max().clamp(max=LOG_RATIO_BOUND).exp()),
@@ -226,8 +237,6 @@ def importance_weights(
     if lower is not None:
         outside = (raw < lower) | (raw > upper)
         metrics["rollout_is_oob_ratio"] = float(ragged.token_mean(outside.float()))
-
-    weights = weights.detach()
     if batch_normalize:
         mean = ragged.token_mean(weights)
         if level == "sequence":

@@ -35,7 +35,7 @@ from meshrl.trainer.algorithms.options import ADVANTAGES, LOSSES, need
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.algorithms.recipes.dapo import overlong_penalty
 from meshrl.trainer.algorithms.recipes.pf_ppo import resample
-from meshrl.trainer.algorithms.rollout_correction import correct, importance_weights, interpolate
+from meshrl.trainer.algorithms.rollout_correction import bounded_weights, correct, interpolate
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig
 from meshrl.trainer.learner.experience import Experience
 
@@ -328,7 +328,7 @@ class PolicyGradient:
         inputs = micro.inputs
         rollout = inputs.old_logprobs
         anchor = interpolate(rollout, inputs.logprobs, micro.staleness)
-        weights, _ = importance_weights(
+        weights, _ = bounded_weights(
             inputs.ragged,
             anchor - rollout,
             level="token",
