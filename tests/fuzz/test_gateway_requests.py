@@ -116,7 +116,7 @@ async def test_no_request_breaks_the_gateway(model: Path) -> None:
 
         def by_hand() -> None:
             @seed(SEED)
-            @settings(ENOUGH, max_examples=20 * CALLS)
+            @settings(ENOUGH, max_examples=10 * CALLS)
             @given(
                 VALID,
                 st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3),

@@ -36,7 +36,7 @@ FIRST_SEEDS = {
     "expired_rows_forgotten": 2,
     "no_rewind": 9,
     "commit_off_by_one": 4,
-    "token_repeats": 5,
+    "token_repeats": 10,
     "stale_counted_twice": 7,
     "lost_wake_up": 2,
     "label_at_start": 2,
