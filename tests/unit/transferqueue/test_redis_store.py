@@ -369,7 +369,7 @@ async def test_a_limit_that_is_kept_in_reserve_is_refused(server: RedisServer) -
     with server.client() as client:
         client.config_set("maxmemory", 64 << 20)
     with pytest.raises(
-        UserError, match=r"maxmemory 67108864, and queue\.reserve_bytes keeps 67108864"
+        UserError, match=r"maxmemory 67108864 is not above queue\.reserve_bytes 67108864"
     ):
         await TransferQueue.open(store_of(server.url, reserve_bytes=64 << 20))
 
@@ -471,7 +471,7 @@ async def test_unknown_formats_and_foreign_keys_are_refused(server: RedisServer)
         client.hset("meshrl:{other}:meta", "x", "y")
     with pytest.raises(UserError, match=r"format 99, this meshrl reads format \d"):
         await TransferQueue.open(store_of(server.url))
-    with pytest.raises(CorruptError, match="no queue store"):
+    with pytest.raises(CorruptError, match="not a queue store"):
         await TransferQueue.open(store_of(server.url, redis_prefix="other"))
 
 

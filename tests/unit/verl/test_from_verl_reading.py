@@ -126,7 +126,7 @@ def test_paths_that_hydra_wants_quoted_are_taken_as_they_are(path: str) -> None:
 
 
 def test_what_is_no_configuration_of_verl_is_refused_before_keys_are_compared() -> None:
-    with pytest.raises(ConfigError, match=r"^2001 keys are given, and 2000 may be"):
+    with pytest.raises(ConfigError, match=r"^2001 keys, 2000 at most"):
         migrate([f"strange{n}=1" for n in range(2001)])
     with pytest.raises(ConfigError, match=r"^a key of 501 characters, of 500 at most: a"):
         migrate([f"{'a' * 501}=1"])

@@ -269,5 +269,5 @@ def test_a_frame_that_claims_more_than_its_plane_takes_no_memory() -> None:
     large = compress(np.zeros(1 << 20, dtype=np.uint8))
     lying = (1 << 10).to_bytes(8, "little") + large[8:]
     about = join(Head(PatchKind.WHOLE, 2, 1 << 10, 0), [lying])
-    with pytest.raises(CorruptError, match="does not have the 1024 bytes"):
+    with pytest.raises(CorruptError, match="another size than the stated 1024 bytes"):
         planes(about, [1 << 10])
