@@ -138,8 +138,6 @@ class Samplers:
         find: Callable[[str], Path],
         start: Callable[[Path], Coroutine[Any, Any, SamplerEngine]],
         notices: SampleNotices,
-        *,
-        most: int = MOST_SAMPLERS,
     ) -> None:
         """Nothing starts before it is asked for.
 
@@ -147,11 +145,9 @@ class Samplers:
             find: The directory of a sampler; raises NotFoundError, UserError.
             start: An engine that serves a directory.
             notices: Record of the samples that begin and end.
-            most: Engines at once.
         """
         self._find, self._start = find, start
         self.notices = notices
-        self._most = most
         self._samplers: OrderedDict[str, ServedSampler] = OrderedDict()
         self._tasks: dict[str, asyncio.Task[SampleAnswer]] = {}
         self._answers: OrderedDict[str, int] = OrderedDict()
@@ -279,7 +275,7 @@ class Samplers:
                 del self._samplers[path]
                 if not known.running:
                     await _end(known)
-            while path not in self._samplers and len(self._samplers) >= self._most:
+            while path not in self._samplers and len(self._samplers) >= MOST_SAMPLERS:
                 idle = [name for name, each in self._samplers.items() if not each.running]
                 if idle:
                     await _end(self._samplers.pop(idle[0]))
