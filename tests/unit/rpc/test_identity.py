@@ -173,6 +173,18 @@ async def test_each_role_may_call_its_methods_and_no_other(run_dir: Path) -> Non
                     assert code is grpc.StatusCode.PERMISSION_DENIED, (name, role)
 
 
+async def test_the_rollout_credential_acquires_no_run(run_dir: Path) -> None:
+    called: list[str] = []
+    credential = Credential(token_of(run_dir, MeshRole.ROLLOUT))
+    async with (
+        serving(run_dir, called) as server,
+        QueueClient(server.address, retry_s=0, credential=credential) as queue,
+    ):
+        with pytest.raises(ForbiddenError, match=r"/Acquire is for operator, trainer; .* rollout"):
+            await queue.acquire("a", "me")
+    assert called == []
+
+
 async def test_a_call_without_a_credential_of_this_run_reaches_no_method(
     run_dir: Path, tmp_path: Path
 ) -> None:

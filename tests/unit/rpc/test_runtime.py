@@ -129,6 +129,12 @@ async def test_an_address_that_other_machines_reach_needs_permission(host: str) 
         await serve(host=host).__aenter__()
 
 
+async def test_a_server_may_listen_on_every_address_with_permission() -> None:
+    everywhere = serve(host="0.0.0.0", allow_insecure_bind=True, metrics_port=None)
+    async with everywhere, grpc.aio.insecure_channel(f"127.0.0.1:{everywhere.port}") as channel:
+        assert await health_of(channel, "") == NOT_SERVING
+
+
 @pytest.mark.parametrize("key", ["port", "metrics_port"])
 def test_a_port_that_was_taken_after_it_was_chosen_has_an_exit_code_of_its_own(
     key: str, capsys: pytest.CaptureFixture[str]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshrl.cli.root import main
+from meshrl.client import Queue
 from meshrl.common import sockets
 from meshrl.common.sockets import stays_here
 from meshrl.contract.errors import UserError
@@ -83,6 +86,12 @@ async def test_who_shows_no_credential_may_call() -> None:
     await tls.channel("10.0.0.1:1").close(None)
 
 
+async def test_a_program_is_told_when_it_connects() -> None:
+    with pytest.raises(UserError, match="unencrypted"):
+        async with Queue.connect("10.0.0.1:1"):
+            pass
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -121,6 +130,28 @@ async def test_health_is_asked_without_a_credential() -> None:
         entry = ServiceAddress(kind="", host="127.0.0.1", port=server.port, metrics_port=0)
         assert await is_serving(entry)
         assert "user-agent" in shown and "authorization" not in shown
+
+
+async def test_a_proxy_of_the_environment_gets_no_unencrypted_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[bytes] = []
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.read(1 << 16))
+        writer.close()
+
+    async with await asyncio.start_server(proxy, "127.0.0.1", 0) as server:
+        for name in ("grpc_proxy", "http_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "")
+        monkeypatch.setenv(sockets.TRUSTED_VARIABLE, "1")
+        settings = ServerSettings(metrics_port=None, drain_grace_s=0)
+        async with GrpcServer(settings, []) as there, tls.channel(there.address) as channel:
+            await health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=60
+            )
+    assert heard == []
 
 
 def test_commands_of_a_run_are_told_what_up_was_told(

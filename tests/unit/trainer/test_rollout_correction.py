@@ -16,6 +16,8 @@ from meshrl.trainer.algorithms.rollout_correction import (
     correct,
     importance_weights,
     interpolate,
+    mismatch_by,
+    mismatch_metrics,
     parse,
     parse_threshold,
 )
@@ -111,12 +113,12 @@ def test_k1_bounds_hold_for_the_inverse_of_the_importance_ratio() -> None:
 @pytest.mark.parametrize(
     ("names", "threshold", "message"),
     [
-        ("token_k4", 1.0, "'?token_k4'? is no statistic"),
+        ("token_k4", 1.0, "'?token_k4'? is not a statistic"),
         ("token_k1", None, "needs rollout_rs_threshold"),
         ("token_k2", "0.1_0.2", "one upper bound"),
         ("token_k1", "2_1", "0 < lo <= hi"),
         ("token_k1,token_k2", "1.5,0.1,3", "3 values for 2 statistics"),
-        ("token_k1", "many", "is not a number"),
+        ("token_k1", "many", "wanted a number"),
         ("token_k2", "nan", "0 < lo <= hi"),
     ],
 )
@@ -147,6 +149,17 @@ def test_the_second_moment_is_a_rejection_too() -> None:
 
     assert found.mask.tolist() == [True, False, True]
     assert found.metrics["rollout_corr/second_moment_masked_fraction"] == pytest.approx(1 / 3)
+
+
+def test_the_mismatch_is_reported_per_version() -> None:
+    rollout = torch.full((4,), -1.0)
+    train = rollout - torch.tensor([0.0, 0.0, 0.5, 0.5])
+
+    by_step = mismatch_by(rows(2, 2), train, rollout, torch.tensor([3, 3, 4, 4]))
+
+    assert by_step[3]["kl"] == pytest.approx(0)
+    assert by_step[4]["kl"] == pytest.approx(0.5)
+    assert mismatch_metrics(rows(4), train, rollout)["kl"] == pytest.approx(0.25)
 
 
 def test_the_proximal_policy_moves_to_the_trained_one_with_staleness() -> None:

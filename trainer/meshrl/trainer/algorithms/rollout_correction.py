@@ -91,7 +91,7 @@ def parse(rollout_rs: str, threshold: float | str | None) -> tuple[Criterion, ..
     unknown = [name for name in names if name not in STATISTICS]
     if unknown or not names:
         raise ConfigError(
-            f"rollout_rs {rollout_rs!r}: {unknown[0] if unknown else 'nothing'} is no statistic "
+            f"rollout_rs {rollout_rs!r}: {unknown[0] if unknown else 'nothing'} is not a statistic "
             f"(known: {', '.join(STATISTICS)})"
         )
     if threshold is None:
@@ -137,7 +137,7 @@ def _bounds(text: str, setting: str) -> tuple[float | None, float]:
         high = float(high_text)
         low = float(low_text) if bar else None
     except ValueError as error:
-        raise ConfigError(f'{setting} is not a number, and no two as "lo_hi"') from error
+        raise ConfigError(f'{setting}: wanted a number or "lo_hi"') from error
     if not high > 0 or (low is not None and not 0 < low <= high):
         raise ConfigError(f"{setting}: wanted 0 < lo <= hi")
     return low, high
