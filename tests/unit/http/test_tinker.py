@@ -506,7 +506,7 @@ def test_a_body_that_grows_is_cut_off_before_it_takes_memory() -> None:
         (lambda t: t.shape.__setitem__(0, 1 << 40), "want at most"),
         (lambda t: t.shape.__setitem__(0, -1), "want at most"),
         (lambda t: t.shape.append(3), "its shape is"),
-        (lambda t: setattr(t, "dense", b"abc"), "no array of"),
+        (lambda t: setattr(t, "dense", b"abc"), "not an array of"),
         (lambda t: setattr(t, "dtype", 0), "want float32 or int64"),
         (lambda t: t.sparse_csr.SetInParent(), "sparse rows do not fit"),
     ],

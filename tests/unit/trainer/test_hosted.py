@@ -102,6 +102,20 @@ async def test_a_repeated_request_has_the_first_answer(
     assert len(bench.done) == 3
 
 
+async def test_a_request_that_waits_for_one_that_never_comes_is_told(
+    tmp_path: Path, bench: StandInBench
+) -> None:
+    host = HostedTraining(tmp_path, bench, limits=HostingLimits(missing_s=0))
+    await host.open()
+    await done(host, CREATE)
+    await host.submit(ask(2, STEP))
+    with pytest.raises(ConflictError, match="waits for request 1, which never came"):
+        await host.result("m", 2, wait_s=0)
+    await host.submit(ask(1, learn(1)))
+    assert (await host.result("m", 2, wait_s=10)).error is None
+    await host.close()
+
+
 async def test_an_early_request_waits_for_those_before_it(host: HostedTraining) -> None:
     await host.submit(ask(0, CREATE))
     await host.submit(ask(2, STEP))

@@ -246,7 +246,7 @@ async def _is_used_up(training: Training, model: str, number: int) -> bool:
     """Whether a request that was refused has its answer, as all have whose number counts."""
     try:
         await training.result(model, number, wait_s=0)
-    except (NotFoundError, WaitTimeoutError):
+    except (NotFoundError, ConflictError, WaitTimeoutError):
         return False
     return True
 

@@ -73,13 +73,17 @@ class HostingLimits:
     """Bytes of a model's journal that are kept for callers who ask again; older answers are gone."""
     unloaded: int = 256
     """Models that were unloaded whose answers are kept."""
+    missing_s: float = 600.0
+    """Seconds without a request of a model after which those that wait for a missing one are told."""
 
 
 class _Turn:
     """A model's place in the order, and the calls that its answers wake."""
 
-    def __init__(self, model: HostedModel) -> None:
+    def __init__(self, model: HostedModel, heard: float) -> None:
         self.model = model
+        self.heard = heard
+        """Time at which a request last came."""
         self.served = 0.0
         """Seconds of the thread that it has had, or the others had when it began to wait."""
         self.last = 0.0
@@ -147,7 +151,7 @@ class HostedTraining(Training):
                     answer = pack_training(TrainingResult())
                     await model.journal.append((EntryKind.ANSWER, number, answer))
                 if model.digests:
-                    self._turns[folder.name] = _Turn(model)
+                    self._turns[folder.name] = _Turn(model, self._clock())
                 else:  # its process was killed before it had a request
                     self._disk.remove(folder)
         except BaseException:
@@ -188,6 +192,7 @@ class HostedTraining(Training):
         turn = self._turns.get(request.model)
         if turn is None:
             turn = self._begin(request, len(data))
+        turn.heard = self._clock()
         model, known = turn.model, turn.model.digests.get(number)
         if model.failed:
             raise InfraError(f"model {model.name}: {model.failed}")
@@ -223,6 +228,12 @@ class HostedTraining(Training):
                         raise InfraError(f"model {model}: {hosted.failed}")
                     await turn.changed()
         except TimeoutError:
+            silence_s = self._clock() - turn.heard
+            if hosted.next not in hosted.digests and silence_s > self.limits.missing_s:
+                raise ConflictError(
+                    f"request {number} of model {model} waits for request {hosted.next}, which"
+                    f" never came: send that one again, or begin another model"
+                ) from None
             raise WaitTimeoutError(
                 f"request {number} of model {model} is not done; it is at {hosted.next}"
             ) from None
@@ -246,7 +257,7 @@ class HostedTraining(Training):
             del self._turns[model.name]
             self._disk.remove(model.folder)
         made = HostedModel(self.folder, request.model, self._bench, self._disk)
-        self._turns[request.model] = turn = _Turn(made)
+        self._turns[request.model] = turn = _Turn(made, self._clock())
         return turn
 
     def _check_room(self, turn: _Turn, number: int, nbytes: int) -> None:
