@@ -25,7 +25,7 @@ from ..waiting import until
 
 GROUPS = 2
 ROWS = 4
-TTL_S = 1.0
+TTL_S = 2.0
 HOST = Path(__file__).parents[1] / "integration" / "client" / "queue_host.py"
 
 
@@ -189,7 +189,7 @@ async def test_a_worker_that_was_idle_for_long_does_not_count_as_hanging(
     actors: Actors, queue_address: str
 ) -> None:
     hung_s = 0.5
-    await actors.start(spec(lease_ttl_s=TTL_S, max_attempts=1))
+    await actors.start(spec(lease_ttl_s=2 * hung_s, max_attempts=1))
     await actors.feed(tasks(1))
     async with QueueClient(queue_address, renewer=partial(LeaseRenewer, hung_s=hung_s)) as queue:
         held_leases = HeldLeases("rollout", "w", lambda lost: None)
@@ -199,7 +199,7 @@ async def test_a_worker_that_was_idle_for_long_does_not_count_as_hanging(
             ["run"], "rollout", worker="w", limit=2, version=actors.version, wait_s=WAIT_S
         )
         held_leases.add(lease.rows, lease.ttl_s)
-        await no_other_worker_gets_a_row(actors, 2 * TTL_S)
+        await no_other_worker_gets_a_row(actors, 4 * hung_s)
         renewing.cancel()
 
 

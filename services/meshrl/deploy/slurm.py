@@ -21,9 +21,9 @@ LAUNCHER = (
 """`--overlap`: the services of a node share its processors and GPUs as the recipe says, not step by step."""
 TRAPS = """
 # The time limit is near: save, and queue the job again; it continues from the checkpoint.
-trap 'again=yes; kill -TERM "$up"' USR1
+trap 'again=yes; kill -TERM "$!"' USR1
 # scancel, scontrol requeue, preemption: save within Slurm's KillWait or GraceTime.
-trap 'kill -TERM "$up" 2>/dev/null' TERM
+trap 'kill -TERM "$!" 2>/dev/null' TERM
 """
 TAIL = """\
 up=$!

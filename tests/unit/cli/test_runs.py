@@ -195,7 +195,7 @@ def test_a_run_that_is_not_here_is_told_with_those_that_are(
 ) -> None:
     code, _, err = meshrl(*command("nobody"))
     assert code in (1, 2) and "nobody" in err
-    assert "early, late" in err or "no run here, and no command" in err or "no backup" in err
+    assert "early, late" in err or "not a run here, and no command" in err or "no backup" in err
 
 
 def test_a_queue_is_asked_for_a_run_by_the_same_word(

@@ -132,6 +132,9 @@ def test_the_shell_waits_for_the_save_and_queues_the_job_again_at_its_time_limit
     (here / "up").chmod(0o755)
     stand_in = """scontrol() { [ "$1" = show ] && echo n1 || echo "$@"; }\nSLURM_JOB_ID=7\n"""
     text = re.sub(r"\n(\S+/)?meshrl up ", "\n./up ", script())
+    text = text.replace(
+        "\nup=$!", "\nsleep 0.5\nup=$!"
+    )  # the signal comes before the shell has the name
     with subprocess.Popen(
         ["bash", "-c", stand_in + text], stdout=subprocess.PIPE, text=True, bufsize=1
     ) as job:

@@ -65,7 +65,7 @@ def test_the_same_model_elsewhere_or_under_a_name_is_left_to_the_first_version(
         (b"\xff" * 8, "a header of 18446744073709551615 bytes, where 0 is the most"),
         ((1 << 40).to_bytes(8, "little") + b"{}", "where 2 is the most"),
         ((200_000).to_bytes(8, "little") + b"[" * 200_000, "nested too deeply"),
-        ((2).to_bytes(8, "little") + b"[]", "no object"),
+        ((2).to_bytes(8, "little") + b"[]", "not an object"),
         ((8).to_bytes(8, "little") + b'{"a":{}}', "'shape'"),
         ((7).to_bytes(8, "little") + b'{"a":1}', "not subscriptable"),
         ((20).to_bytes(8, "little") + b'{"a":{"shape":"no"}}', "invalid literal"),
