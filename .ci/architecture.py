@@ -24,7 +24,7 @@ CRUMB_LINES = 60
 
 PRODUCT_LINES = 119_177
 """The most lines of the product, generated code left out. It only falls, or the commit names what pays for more."""
-TEST_LINES = 83_680
+TEST_LINES = 83_690
 """The most lines under tests/, without the simulation and the doubles."""
 
 GENERATED = ("meshrl.client.sync",)
