@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from meshrl.contract.codec import pack_training
 from meshrl.contract.errors import (
     BusyError,
@@ -180,8 +182,8 @@ class HostedTraining(Training):
         os.close(self._lock)
         self._lock = -1
 
+    @override
     async def submit(self, request: TrainingRequest) -> None:
-        """See the port."""
         self._check_open()
         try:
             data = pack_training(request)
@@ -211,8 +213,8 @@ class HostedTraining(Training):
         if model.journal.has(EntryKind.REFUSAL, number):
             raise UserError(model.answer(number).error or "refused")
 
+    @override
     async def result(self, model: str, number: int, *, wait_s: float) -> TrainingResult:
-        """See the port."""
         turn = self._turns.get(model)
         if turn is None:
             raise NotFoundError(f"there is no model {model}")
